@@ -1,0 +1,129 @@
+"""
+Make a data set for train.py: data/<name>/train.bin, val.bin and meta.json.
+
+    python data/prepare.py pystdlib        the running Python's own standard library: about 10 MB of code, no network
+    python data/prepare.py shakespeare     tiny Shakespeare, 1.1 MB, by download
+    python data/prepare.py my.txt          any file of yours, as bytes; its name without the ending names the data set
+
+Tokens are bytes, so the vocabulary is 256. The .bin files are nanoGPT's: headerless little-endian uint16.
+"""
+
+import hashlib
+import json
+import os
+import platform
+import sys
+import sysconfig
+import urllib.request
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+HERE = Path(__file__).resolve().parent      # so that it works from any folder
+
+SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+
+# Folders that are not written by people for people: tests, installed packages, generated tables
+LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "pydoc_data", "__pycache__"}
+
+
+class DataError(Exception):
+    """A data set that cannot be made or used; the message is one line for the user."""
+
+
+def stdlib(root: Path) -> tuple[bytes, bytes]:
+    """Sources under root as (train, val): whole files in order of their paths, every tenth to val."""
+    paths = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py"))
+    paths = [p for p in paths if not LEFT_OUT & set(p.split("/")) and not p.startswith("_sysconfigdata")]
+    files = [(root / p).read_bytes().replace(b"\r\n", b"\n") for p in paths]        # the same text on Windows
+    return b"".join(f for i, f in enumerate(files) if i % 10 != 9), b"".join(files[9::10])
+
+
+def split(text: bytes) -> tuple[bytes, bytes]:
+    """(train, val): the last tenth is for validation."""
+    cut = len(text) * 9 // 10
+    return text[:cut], text[cut:]
+
+
+def download(url: str, sha256: str) -> bytes:
+    """The file at url, checked, with a progress bar. Raises DataError; nothing reaches the disk."""
+    try:
+        with urllib.request.urlopen(url, timeout=30) as reply:
+            total = int(reply.headers.get("Content-Length") or 0) or None
+            with tqdm(total=total, unit="B", unit_scale=True, desc="download") as bar:
+                text = b""
+                while piece := reply.read(1 << 16):
+                    text += piece
+                    bar.update(len(piece))
+    except OSError as error:                                            # URLError, time-outs and resets are OSErrors
+        raise DataError(f"no download of {url} ({error}): fetch it by hand, save it as "
+                        f"{HERE / 'shakespeare' / 'input.txt'} and run this again") from None
+    check(text, sha256, url)
+    return text
+
+
+def check(text: bytes, sha256: str, origin) -> None:
+    found = hashlib.sha256(text).hexdigest()
+    if found != sha256:
+        raise DataError(f"{origin} has SHA-256 {found}: expected {sha256}, fetch it again")
+
+
+def write(folder: Path, train: bytes, val: bytes, source: str) -> dict:
+    """Write both splits and, last, meta.json, each whole or not at all. Returns the meta data."""
+    if not train or not val:
+        raise DataError(f"{source} has {len(train) + len(val)} bytes: expected at least 10, enough for two splits")
+    splits = {"train": train, "val": val}
+    bins = {name: np.frombuffer(text, np.uint8).astype("<u2").tobytes() for name, text in splits.items()}
+    meta = dict(name=folder.name, source=source, vocab_size=256, tokenizer="bytes",
+                tokens={name: len(text) for name, text in splits.items()},
+                sha256={name: hashlib.sha256(content).hexdigest() for name, content in bins.items()})
+    folder.mkdir(parents=True, exist_ok=True)
+    contents = {f"{name}.bin": content for name, content in bins.items()}
+    for file, content in (contents | {"meta.json": json.dumps(meta, indent=1).encode()}).items():
+        try:
+            (folder / f"{file}.tmp").write_bytes(content)
+            os.replace(folder / f"{file}.tmp", folder / file)
+        finally:
+            (folder / f"{file}.tmp").unlink(missing_ok=True)
+    return meta
+
+
+def prepare(name: str, folder: Path = HERE) -> dict:
+    """Make the data set `name` (pystdlib, shakespeare or the path of a file) below folder. Raises DataError."""
+    if name == "pystdlib":
+        train, val = stdlib(Path(sysconfig.get_path("stdlib")))
+        source = f"standard library of Python {platform.python_version()}"
+    elif name == "shakespeare":
+        by_hand = folder / name / "input.txt"
+        if by_hand.exists():
+            check(by_hand.read_bytes(), SHAKESPEARE_SHA256, by_hand)
+        train, val = split(by_hand.read_bytes() if by_hand.exists() else download(SHAKESPEARE_URL, SHAKESPEARE_SHA256))
+        source = "tiny Shakespeare"
+    else:
+        path = Path(name)
+        if not path.is_file():
+            raise DataError(f"{name!r} is no file: expected pystdlib, shakespeare or the path of a text file")
+        if path.stem in ("pystdlib", "shakespeare"):
+            raise DataError(f"{name!r} would take the place of the data set {path.stem!r}: rename the file")
+        name, (train, val), source = path.stem, split(path.read_bytes()), path.name
+    return write(folder / name, train, val, source)
+
+
+def main(argv: list[str]) -> int:
+    if len(argv) != 1 or argv[0].startswith("-"):
+        print(__doc__.strip())
+        return 0 if argv in (["-h"], ["--help"]) else 2
+    try:
+        meta = prepare(argv[0])
+    except (DataError, OSError) as error:
+        print(f"prepare.py: {error}", file=sys.stderr)
+        return 2
+    print(f"data/{meta['name']}: {meta['tokens']['train']:,} training and {meta['tokens']['val']:,} validation tokens "
+          f"from {meta['source']}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
