@@ -1,12 +1,12 @@
 """
-ExoFormer: a transformer whose layers mix their attention projections with anchors computed once and read by all.
+ExoFormer: a transformer whose layers mix their attention projections with anchors, computed once and read by all.
 
     Jonathan Su, "Attention Projection Mixing with Exogenous Anchors", ICML 2026, arXiv 2601.08131v4
 
 Reads top to bottom: Config -> primitives -> anchors -> mixing -> attention -> feed-forward -> block -> model.
 
-Shapes, everywhere: B batch, T positions, d = n_embd, h = n_head, d_h = d / h, N = n_layer, V = vocab_size. S is a component,
-one of q, k, v, g (query, key, value, gate logit). Layers count from 1; H_0 is the embedding output, H_n that of layer n.
+Shapes, everywhere: B batch, T positions, d = n_embd, h = n_head, d_h = d / h, N = n_layer, V = vocab_size. S is one of the
+components q, k, v, g (query, key, value, gate logit). Layers count from 1; H_0 is the embedding output, H_n layer n's.
 
     H_0    = Embed(tokens)                                          # no position information in it
     S_anc  = H_0 W_anc^S                                            # Anchor: once, for all layers
@@ -38,10 +38,9 @@ VARIANTS: dict[str, dict] = {
     "gated":             dict(gate=True,  anchor="none"),
     "resformer":         dict(gate=False, anchor="internal", mix="v", anchor_norm="none", granularity="scalar"),
     "gated-resformer":   dict(gate=True,  anchor="internal", mix="v", anchor_norm="none", granularity="scalar"),
-    "nuresformer":       dict(gate=True,  anchor="internal", mix="qkvg", anchor_norm="qkvg", granularity="elementwise"),
-    "exoformer":         dict(gate=True,  anchor="exogenous", mix="qkvg", anchor_norm="qkvg", granularity="elementwise"),
-    "exoformer-dynamic": dict(gate=True,  anchor="exogenous", mix="qkvg", anchor_norm="qkvg", granularity="elementwise",
-                              dynamic=True),
+    "nuresformer":       dict(gate=True,  anchor="internal"),       # from here on all of q k v g mix, elementwise,
+    "exoformer":         dict(gate=True,  anchor="exogenous"),      # with normalised anchors: Config's defaults
+    "exoformer-dynamic": dict(gate=True,  anchor="exogenous", dynamic=True),
 }
 
 
@@ -76,8 +75,9 @@ class Config:
             value = getattr(self, name)
             require(isinstance(value, int) and value > 0, f"{name}={value!r}: expected a positive integer")
         for name in ("mix", "anchor_norm", "post_norm"):        # "GV" -> "vg", "none" -> "": one spelling from here on
-            letters = str(getattr(self, name)).lower().replace("none", "")
-            require(set(letters) <= set("qkvg"), f"{name}={letters!r}: expected letters of 'qkvg', or 'none'")
+            value = getattr(self, name)
+            letters = "" if value == "none" else value.lower()
+            require(set(letters) <= set("qkvg"), f"{name}={value!r}: expected letters of 'qkvg', or 'none'")
             object.__setattr__(self, name, "".join(s for s in "qkvg" if s in letters))
         one_of("anchor", self.anchor, ("none", "internal", "exogenous"))
         one_of("granularity", self.granularity, ("scalar", "headwise", "elementwise"))
@@ -85,16 +85,16 @@ class Config:
 
         k, N, d, h = self.anchor_layer, self.n_layer, self.n_embd, self.n_head
         require(d % h == 0, f"n_embd={d} does not divide by n_head={h}: heads share the width evenly, change either")
-        require(d // h % 2 == 0, f"n_embd={d} with n_head={h} gives heads of odd width {d // h}: RoPE rotates pairs of "
+        require(d // h % 2 == 0, f"n_embd={d} with n_head={h}: heads of odd width {d // h}, but RoPE rotates pairs of "
                                  "channels, make n_embd / n_head even")
         require(self.rope_theta > 0, f"rope_theta={self.rope_theta}: expected a positive base")
         require(self.norm_eps >= 0, f"norm_eps={self.norm_eps}: expected zero or more")
         require(self.gate or "g" not in self.post_norm,
-                f"post_norm={self.post_norm!r} with gate={self.gate}: no gate to normalise, set gate=True or drop the g")
+                f"post_norm={self.post_norm!r} with gate={self.gate}: no gate logits, set gate=True or drop the g")
         require(self.anchor == "exogenous" or k == 0,
                 f"anchor_layer={k} with anchor={self.anchor!r}: only exogenous anchors read H_k, set anchor_layer=0")
         if self.anchor == "none":
-            require(not self.dynamic, "dynamic=True with anchor='none': nothing to mix, choose an anchor or dynamic=False")
+            require(not self.dynamic, "dynamic=True with anchor='none': no λ to multiply, choose an anchor or dynamic=False")
             return
         require(isinstance(k, int) and 0 <= k < N,
                 f"anchor_layer={k} with n_layer={N}: no layer is left to mix, choose 0 <= anchor_layer < n_layer")
@@ -106,7 +106,7 @@ class Config:
 
     @classmethod
     def variant(cls, name: str, **overrides) -> "Config":
-        """The system `name` of VARIANTS, with `overrides` to any field. Raises ValueError for an unknown name of either."""
+        """The system `name` of VARIANTS with `overrides` of any field. Raises ValueError for an unknown name of either."""
         one_of("variant", name, VARIANTS)
         for key in overrides:
             one_of("setting", key, [field.name for field in fields(cls)])
@@ -136,7 +136,7 @@ class RMSNorm(nn.Module):
         self.weight, self.eps = nn.Parameter(torch.empty(dim)), eps
 
     def forward(self, s: Tensor) -> Tensor:
-        return F.rms_norm(s, self.weight.shape, self.weight.to(s.dtype), self.eps)  # one dtype, or the kernel is not fused
+        return F.rms_norm(s, self.weight.shape, self.weight.to(s.dtype), self.eps)  # the fused kernel wants one dtype
 
 
 def rope_table(block_size: int, d_h: int, theta: float) -> Tensor:
@@ -178,22 +178,32 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Anchors and mixing
+# Anchors and mixing. A dict {"q": ..., "k": ..., ...} holds the components, a ModuleDict with the same keys their weights
+
+def project(proj: nn.ModuleDict, x: Tensor, h: int) -> dict[str, Tensor]:
+    """S = x W^S for each component in proj, in heads: x [B, T, d] -> {s: [B, T, h, d_h]}."""
+    return {s: W(x).unflatten(-1, (h, -1)) for s, W in proj.items()}
+
+
+def normalise(norm: nn.ModuleDict, components: dict[str, Tensor]) -> dict[str, Tensor]:
+    """RMSNorm(S) for each component in norm, the others as they are."""
+    return {s: norm[s](c) if s in norm else c for s, c in components.items()}
+
 
 class Anchor(nn.Module):
-    """RMSNorm(S_anc) for every component that mixes: computed once, read by every mixing layer (§3)."""
+    """RMSNorm(S_anc) for the components that mix: computed once, read by every mixing layer (§3)."""
 
     def __init__(self, config: Config):
         super().__init__()
-        d, self.d_h = config.n_embd, config.n_embd // config.n_head
-        own = config.mix if config.anchor == "exogenous" else ""
-        self.proj = nn.ModuleDict({s: nn.Linear(d, d, bias=False) for s in own})                        # W_anc^S
-        self.norm = nn.ModuleDict({s: RMSNorm(self.d_h, config.norm_eps) for s in config.mix if s in config.anchor_norm})
+        d, self.h, norms = config.n_embd, config.n_head, (s for s in config.mix if s in config.anchor_norm)
+        exogenous = config.mix if config.anchor == "exogenous" else ""
+        self.proj = nn.ModuleDict({s: nn.Linear(d, d, bias=False) for s in exogenous})                  # W_anc^S
+        self.norm = nn.ModuleDict({s: RMSNorm(d // self.h, config.norm_eps) for s in norms})            # one for all layers
 
-    def forward(self, h: Tensor, internal: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-        # S_anc = H_k W_anc^S  (exogenous)   or   S_anc = X_1 W_1^S, layer 1's raw projections  (internal)
-        anchors = internal or {s: W(h).unflatten(-1, (-1, self.d_h)) for s, W in self.proj.items()}     # [B, T, h, d_h]
-        return {s: self.norm[s](a) if s in self.norm else a for s, a in anchors.items()}
+    def forward(self, source: Tensor | dict[str, Tensor]) -> dict[str, Tensor]:
+        # S_anc = H_k W_anc^S, k = 0 by default (exogenous), or layer 1's S_1 = X_1 W_1^S as they are (internal)
+        anchors = project(self.proj, source, self.h) if self.proj else source           # {s: [B, T, h, d_h]}
+        return normalise(self.norm, anchors)
 
 
 class Mixing(nn.Module):
@@ -203,7 +213,7 @@ class Mixing(nn.Module):
         super().__init__()
         d, h, m = config.n_embd, config.n_head, len(config.mix)
         shape = {"scalar": (1, 1), "headwise": (h, 1), "elementwise": (h, d // h)}[config.granularity]  # meets [h, d_h]
-        self.lam = nn.ParameterDict({s: nn.Parameter(torch.empty(2, *shape)) for s in config.mix})
+        self.lam = nn.ParameterDict((s, nn.Parameter(torch.empty(2, *shape))) for s in config.mix)      # a dict is sorted
         self.dynamic = config.dynamic
         if config.dynamic:
             self.W1 = nn.Linear(d, 16, bias=False)
@@ -234,19 +244,18 @@ class Attention(nn.Module):
 
     def __init__(self, config: Config, layer: int):
         super().__init__()
-        d, self.d_h = config.n_embd, config.n_embd // config.n_head
-        components = "qkvg" if config.gate else "qkv"
-        self.proj = nn.ModuleDict({s: nn.Linear(d, d, bias=False) for s in components})                 # W_n^S
+        d, self.h, d_h = config.n_embd, config.n_head, config.n_embd // config.n_head
+        self.proj = nn.ModuleDict({s: nn.Linear(d, d, bias=False) for s in ("qkvg" if config.gate else "qkv")})  # W_n^S
         self.mix = Mixing(config) if config.mixes(layer) else None
-        self.norm = nn.ModuleDict({s: RMSNorm(self.d_h, config.norm_eps) for s in config.post_norm})    # QKNorm, at least
+        self.norm = nn.ModuleDict({s: RMSNorm(d_h, config.norm_eps) for s in config.post_norm})         # QKNorm, at least
         self.out = nn.Linear(d, d, bias=False)                                                          # W_n^O
 
     def forward(self, x: Tensor, anchors: dict | None, cos_sin: tuple, cache: Cache | None) -> tuple[Tensor, dict]:
-        own = {s: W(x).unflatten(-1, (-1, self.d_h)) for s, W in self.proj.items()}         # S_n  [B, T, h, d_h]
+        own = project(self.proj, x, self.h)                                                 # S_n  {s: [B, T, h, d_h]}
         mixed = self.mix(x, own, anchors) if self.mix else own                              # Ŝ_n
-        mixed = {s: self.norm[s](m) if s in self.norm else m for s, m in mixed.items()}
-        q, k, v = rope(mixed["q"], *cos_sin), rope(mixed["k"], *cos_sin), mixed["v"]        # rotate after the norm
-        u = attend(q, *(cache.append(k, v) if cache else (k, v)))                           # U_n
+        mixed = normalise(self.norm, mixed)
+        q, k, v = rope(mixed["q"], *cos_sin), rope(mixed["k"], *cos_sin), mixed["v"]
+        u = attend(q, *(cache.append(k, v) if cache else (k, v)))                           # U_n  [B, T, h, d_h]
         if "g" in mixed:
             u = u * mixed["g"].sigmoid()                                                    # U_n ⊙ σ(Ĝ_n)
         return self.out(u.flatten(2)), own                                                  # O_n  [B, T, d]
@@ -273,7 +282,7 @@ class Block(nn.Module):
         self.attn_norm, self.attn = RMSNorm(config.n_embd, config.norm_eps), Attention(config, layer)
         self.mlp_norm, self.mlp = RMSNorm(config.n_embd, config.norm_eps), SwiGLU(config)
 
-    def forward(self, h: Tensor, anchors: dict | None, cos_sin: tuple, cache: Cache | None = None) -> tuple[Tensor, dict]:
+    def forward(self, h: Tensor, anchors: dict | None, cos_sin: tuple, cache: Cache | None) -> tuple[Tensor, dict]:
         o, own = self.attn(self.attn_norm(h), anchors, cos_sin, cache)
         h = h + o                                                                           # H' = H_{n-1} + O_n
         return h + self.mlp(self.mlp_norm(h)), own                                          # H_n [B, T, d]
@@ -287,7 +296,7 @@ class ExoFormer(nn.Module):
 
     def __init__(self, config: Config):
         super().__init__()
-        seed = int(torch.randint(2**32, (), device="cpu"))      # drawn first: layers draw too, each variant its own number
+        seed = int(torch.randint(2**32, (), device="cpu"))      # drawn first: nn.Linear draws too, in some order
         self.config = config
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)
         self.anchor = Anchor(config) if config.anchor != "none" else None
@@ -300,7 +309,7 @@ class ExoFormer(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """Every initialisation of the model. A parameter that not exactly one row covers is a ValueError.
+        """Every initialisation of the model. Raises ValueError for a parameter that not exactly one row covers.
 
         Each parameter draws from its own generator, seeded by its name, so that one seed gives parameters of the same
         name the same start in every variant; only λ, a constant, is 1 in dynamic and 0.5 in static models.
@@ -318,7 +327,7 @@ class ExoFormer(nn.Module):
         for name, p in self.named_parameters():
             rows = [value for pattern, value in table.items() if fnmatch(name, pattern)]
             if len(rows) != 1:
-                raise ValueError(f"parameter {name!r} matches {len(rows)} rows of init_weights: expected one, add its row")
+                raise ValueError(f"parameter {name!r} matches {len(rows)} rows of init_weights: expected one")
             if rows[0] == "normal":
                 generator = torch.Generator().manual_seed((seed + crc32(name.encode())) % 2**32)
                 w = torch.empty(p.shape, device="cpu")                      # one generator, one result on every device
@@ -334,11 +343,11 @@ class ExoFormer(nn.Module):
 
     def forward(self, idx: Tensor, targets: Tensor | None = None,
                 cache: list[Cache] | None = None) -> tuple[Tensor, Tensor | None]:
-        """Next-token logits [B, T, V] for idx, int64 [B, T], and the mean cross-entropy in nats if `targets` [B, T] are given.
+        """Next-token logits [B, T, V] for idx, int64 [B, T]; with `targets` [B, T] also their mean cross-entropy, in nats.
 
-        `cache` (from `new_cache`) holds the positions before idx and takes in these. Raises ValueError for a sequence
-        longer than block_size and for targets of another shape. Ids must lie in [0, V): not checked here, because
-        looking at them would make a GPU wait; `generate` and the data loader do.
+        `cache` (from `new_cache`) holds the positions before idx and takes these in. Raises ValueError for a sequence
+        longer than block_size and for targets of another shape. Ids must lie in [0, V): that is checked where they
+        enter, by `generate` and the data loader, because a look at them here would make a GPU wait.
         """
         past = cache[0].length if cache else 0
         if past + idx.size(1) > self.config.block_size:
@@ -354,15 +363,15 @@ class ExoFormer(nn.Module):
                 anchors = self.anchor(h)
             h, own = block(h, anchors, cos_sin, cache[n] if cache else None)
             if self.config.anchor == "internal" and n == 0:
-                anchors = self.anchor(h, {s: own[s] for s in self.config.mix})
+                anchors = self.anchor(own)
         logits = self.head(self.norm(h))                                                    # [B, T, V]
         if targets is None:
             return logits, None
-        full = logits.to(torch.promote_types(logits.dtype, torch.float32))                  # a bfloat16 sum would be coarse
-        return logits, F.cross_entropy(full.flatten(0, 1), targets.flatten())
+        exact = logits.to(torch.promote_types(logits.dtype, torch.float32))                 # bfloat16 is too coarse here
+        return logits, F.cross_entropy(exact.flatten(0, 1), targets.flatten())
 
     def new_cache(self) -> list[Cache]:
-        """An empty cache for `forward`, one entry a layer. Feed it a batch of sequences in chunks of any length."""
+        """An empty cache for `forward`, one entry a layer, for one batch of sequences in chunks of any length."""
         return [Cache(self.config.block_size) for _ in self.blocks]
 
     @torch.no_grad()
@@ -372,14 +381,14 @@ class ExoFormer(nn.Module):
 
         Draws from softmax(logits / temperature), of the `top_k` likeliest tokens if given (clamped to V); temperature 0
         takes the likeliest. `generator` lives on the model's device. A prompt longer than block_size is cut to its last
-        block_size tokens; whenever the context is full it restarts from its last half, so that the model always sees
-        between half a block and a block. Raises ValueError, before the first token, for arguments that mean nothing.
+        block_size tokens; whenever the context is full the model starts again from the last half of it, so that it sees
+        between half a block and a block. Raises ValueError, at the first token, for arguments that mean nothing.
         """
         V, block_size = self.config.vocab_size, self.config.block_size
         if idx.ndim != 2 or idx.size(1) == 0:
-            raise ValueError(f"a prompt of shape {list(idx.shape)}: expected [B, T] with T >= 1, give at least one token")
-        if idx.numel() and not 0 <= int(idx.min()) <= int(idx.max()) < V:
-            raise ValueError(f"prompt ids from {int(idx.min())} to {int(idx.max())}: expected ids in [0, vocab_size={V})")
+            raise ValueError(f"prompt of shape {list(idx.shape)}: expected [B, T] with T >= 1, give at least one token")
+        if not 0 <= int(idx.min()) <= int(idx.max()) < V:
+            raise ValueError(f"prompt ids {int(idx.min())} to {int(idx.max())}: expected ids from 0 to vocab_size - 1 = {V - 1}")
         if max_new_tokens < 0:
             raise ValueError(f"max_new_tokens={max_new_tokens}: expected 0 or more")
         if not 0 <= temperature < float("inf"):
@@ -394,9 +403,12 @@ class ExoFormer(nn.Module):
                 context = context[:, -((block_size + 1) // 2):]
                 cache, chunk = self.new_cache(), context
             logits = self(chunk, cache=cache)[0][:, -1].float()         # [B, V]
-            logits, ids = logits.topk(1 if temperature == 0 else min(top_k or V, V))
-            probs = F.softmax(logits / (temperature or 1.0), dim=-1)
-            chunk = ids.gather(1, torch.multinomial(probs, 1, generator=generator))         # [B, 1]
+            if temperature == 0:
+                chunk = logits.argmax(-1, keepdim=True)                                     # [B, 1]
+            else:
+                logits, ids = logits.topk(min(top_k or V, V))                               # [B, k], likeliest first
+                probs = F.softmax(logits / temperature, dim=-1)
+                chunk = ids.gather(1, torch.multinomial(probs, 1, generator=generator))     # [B, 1]
             context = torch.cat((context, chunk), dim=1)
             yield chunk.squeeze(1)
 

@@ -6,18 +6,16 @@ Train an ExoFormer on one CUDA GPU or on the CPU.
     python train.py --init_from=resume                go on from out_dir's checkpoint
     python train.py --sample="def main("              no training: continue a prompt with out_dir's checkpoint
 
-Reads top to bottom: options -> data -> optimizers -> precision -> evaluation and checkpoint -> training -> sampling.
+Reads top to bottom: options -> optimizers -> precision -> evaluation and checkpoint -> training -> sampling.
 """
 
 import argparse
 import codecs
 import csv
-import json
 import math
 import os
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
 from difflib import get_close_matches
 from fnmatch import fnmatch
@@ -28,10 +26,8 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from data.prepare import DataError, prepare
+from data.prepare import Split, UserError, load as load_data
 from exoformer import Config, ExoFormer
-
-DATA = Path(__file__).resolve().parent / "data"
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Options: nanoGPT's names; every field is a flag
@@ -54,6 +50,8 @@ class Options:
     dataset: str = flag("pystdlib", "a folder below data/, made by data/prepare.py")
     init_from: str = flag("scratch", "scratch, or resume: go on from out_dir's checkpoint")
     sample: str = flag(None, "continue this prompt with out_dir's checkpoint instead of training")
+    max_new_tokens: int = flag(400, "of a sample")
+    temperature: float = flag(0.8, "of a sample; 0 always takes the likeliest token")
     eval_only: bool = flag(False, "evaluate once and leave")
     eval_interval: int = flag(None, "steps between evaluations, each followed by a checkpoint")
     eval_iters: int = flag(256, "validation windows of block_size tokens, spread evenly over the split")
@@ -82,81 +80,37 @@ class Options:
     seed: int = flag(1337, "of initialisation, batches and the sample")
 
 
-class UserError(Exception):
-    """A mistake of the user's: the message is one line with the value, what was expected and the remedy."""
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str):              # one line for main to print, instead of the whole usage
+        raise UserError(message)
+
+
+def boolean(text: str) -> bool:
+    return bool(("false", "true").index(text.lower()))         # ValueError for anything else
 
 
 def parse(argv: list[str]) -> Options:
-    def boolean(text: str) -> bool:
-        return {"true": True, "false": False, "1": True, "0": False}[text.lower()]
-
-    class Parser(argparse.ArgumentParser):
-        def error(self, message):
-            raise UserError(message)
-
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    """Options from the command line. Raises UserError for an unknown flag, a wrong type and a size out of range."""
+    parser = Parser("train.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                    allow_abbrev=False)
     for f in fields(Options):
-        default = f.default if f.default is not None else " / ".join(
-            f"{DEFAULTS[device][f.name]} on {device}" for device in DEFAULTS if f.name in DEFAULTS[device])
-        kind = dict(type=boolean, nargs="?", const=True, metavar="true|false") if f.type is bool else dict(
-            type=f.type, metavar=f.type.__name__)
-        parser.add_argument(f"--{f.name}", default=f.default, **kind,
-                            help=f.metadata["help"] + (f" (default: {default})" if default != "" else ""))
+        by_device = " / ".join(f"{row[f.name]} on {device}" for device, row in DEFAULTS.items() if f.name in row)
+        default = by_device or f.default
+        parser.add_argument(
+            f"--{f.name}", default=f.default, type=boolean if f.type is bool else f.type, metavar=f.type.__name__,
+            help=f.metadata["help"] + ("" if default is None else f" (default: {default})"),
+            **dict(nargs="?", const=True) if f.type is bool else {})            # --eval_only alone means True
     values, unknown = parser.parse_known_args(argv)
-    for argument in unknown:
-        name = argument.lstrip("-").split("=")[0]
-        near = get_close_matches(name, [f.name for f in fields(Options)], 1)
-        raise UserError(f"{argument!r} is no flag" + (f", did you mean --{near[0]}?" if near else ": see --help"))
-    options = Options(**vars(values))
+    if unknown:
+        near = get_close_matches(unknown[0].lstrip("-").split("=")[0], [f.name for f in fields(Options)], 1)
+        raise UserError(f"{unknown[0]!r} is no flag" + (f", did you mean --{near[0]}?" if near else ": see --help"))
+    at_least_0 = ("warmup_iters", "weight_decay", "grad_clip", "muon_lr", "adamw_lr", "temperature", "anchor_layer",
+                  "max_new_tokens", "seed")
     for f in fields(Options):
-        value = getattr(options, f.name)
-        smallest = {"eval_iters": 1, "max_iters": 0, "warmup_iters": 0}.get(f.name, 0 if f.type is float else 1)
-        if f.type in (int, float) and f.name not in ("seed", "anchor_layer") and value is not None and value < smallest:
+        value, smallest = getattr(values, f.name), 0 if f.name in at_least_0 else 1
+        if f.type in (int, float) and value is not None and not value >= smallest:
             raise UserError(f"--{f.name}={value}: expected {smallest} or more")
-    return options
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Data
-
-class Split:
-    """One .bin file of a data set, its ids checked where they enter: forward never looks at them."""
-
-    def __init__(self, folder: Path, name: str, vocab_size: int, block_size: int):
-        self.path, self.vocab_size, self.block_size = folder / f"{name}.bin", vocab_size, block_size
-        self.tokens = np.memmap(self.path, dtype="<u2", mode="r")
-        if len(self.tokens) < block_size + 1:
-            raise UserError(f"{self.path} has {len(self.tokens)} tokens: expected at least block_size + 1 = "
-                            f"{block_size + 1}, set a smaller --block_size")
-
-    def windows(self, starts: np.ndarray) -> tuple[Tensor, Tensor]:
-        """Inputs and targets, int64 [len(starts), block_size] each."""
-        rows = self.tokens[starts[:, None] + np.arange(self.block_size + 1)].astype(np.int64)
-        if rows.max() >= self.vocab_size:
-            raise UserError(f"{self.path} holds the id {rows.max()}: expected ids below vocab_size={self.vocab_size}")
-        rows = torch.from_numpy(rows)
-        return rows[:, :-1], rows[:, 1:]
-
-    def batch(self, size: int, seed: int, step: int) -> tuple[Tensor, Tensor]:
-        """The batch of a step, a pure function of (seed, step): nothing else can change or replay it."""
-        return self.windows(np.random.default_rng((seed, step)).integers(len(self.tokens) - self.block_size, size=size))
-
-    def fixed(self, count: int, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """The same `count` windows at every call, spread evenly, in batches of at most `size`."""
-        starts = np.linspace(0, len(self.tokens) - self.block_size - 1, count).astype(np.int64)
-        return (self.windows(starts[i:i + size]) for i in range(0, count, size))
-
-
-def load_data(name: str, block_size: int) -> tuple[dict, Split, Split]:
-    """meta.json's content and both splits of data/<name>; makes the default data set where it is missing."""
-    folder = DATA / name
-    if not (folder / "meta.json").exists():
-        if name != "pystdlib":
-            raise UserError(f"--dataset={name}: no {folder / 'meta.json'}, make it with 'python data/prepare.py "
-                            f"{name if name == 'shakespeare' else name + '.txt'}'")
-        prepare(name)
-    meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-    return meta, *(Split(folder, split, meta["vocab_size"], block_size) for split in ("train", "val"))
+    return Options(**vars(values))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -286,8 +240,12 @@ def evaluate(model: ExoFormer, val: Split, options: Options, device: torch.devic
     total = 0.0
     for x, y in val.fixed(options.eval_iters, options.batch_size):
         with autocast:
-            total += model(x.to(device), y.to(device))[1].item() * len(x)
+            total += model(tensor(x, device), tensor(y, device))[1].item() * len(x)
     return total / options.eval_iters
+
+
+def tensor(ids: np.ndarray, device: torch.device) -> Tensor:
+    return torch.from_numpy(ids).to(device)
 
 
 def save(path: Path, checkpoint: dict) -> None:
@@ -296,8 +254,8 @@ def save(path: Path, checkpoint: dict) -> None:
     os.replace(path.with_suffix(".tmp"), path)
 
 
-def load(out_dir: str, device: torch.device) -> tuple[dict, ExoFormer]:
-    """out_dir's checkpoint and its model."""
+def load_checkpoint(out_dir: str, device: torch.device) -> tuple[dict, ExoFormer]:
+    """out_dir's checkpoint and its model. Raises UserError where there is none."""
     path = Path(out_dir) / "checkpoint.pt"
     if not path.exists():
         raise UserError(f"--out_dir={out_dir}: no {path}, train first")
@@ -310,104 +268,108 @@ def load(out_dir: str, device: torch.device) -> tuple[dict, ExoFormer]:
 # ---------------------------------------------------------------------------------------------------------------------
 # Training
 
+def make_model(options: Options, vocab_size: int) -> ExoFormer:
+    """A fresh model of the variant, sizes and axes that the options name."""
+    names = ("n_layer", "n_head", "n_embd", "block_size", "granularity", "mix", "anchor_norm", "post_norm", "anchor_layer")
+    overrides = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    try:
+        config = Config.variant(options.variant, vocab_size=vocab_size, **overrides)
+    except ValueError as error:
+        raise UserError(error) from None
+    torch.manual_seed(options.seed)
+    return ExoFormer(config)
+
+
 def train(options: Options) -> float:
-    """Train as the options say; returns the final validation loss."""
+    """Train, or only evaluate, as the options say. Returns the last validation loss."""
     device = pick_device(options.device)
-    for name, value in DEFAULTS.get(device.type, DEFAULTS["cpu"]).items():
+    for name, value in DEFAULTS["cuda" if device.type == "cuda" else "cpu"].items():
         if getattr(options, name) is None:
             setattr(options, name, value)
-    autocast, accumulation = make_autocast(options.dtype, device), options.gradient_accumulation_steps
+    autocast = make_autocast(options.dtype, device)
+    checkpoint = {"step": 0, "options": asdict(options)}
+    if options.init_from == "resume":
+        checkpoint, model = load_checkpoint(options.out_dir, device)
+        options.block_size = model.config.block_size
+        if checkpoint["step"] >= options.max_iters and not options.eval_only:
+            raise UserError(f"--max_iters={options.max_iters}: {options.out_dir} has done {checkpoint['step']} steps, "
+                            "raise it to train on")
     meta, train_split, val_split = load_data(options.dataset, options.block_size)
     if options.init_from == "scratch":
-        torch.manual_seed(options.seed)
-        axes = ("n_layer", "n_head", "n_embd", "block_size", "granularity", "mix", "anchor_norm", "post_norm", "anchor_layer")
-        overrides = {name: getattr(options, name) for name in axes if getattr(options, name) is not None}
-        try:
-            config = Config.variant(options.variant, vocab_size=meta["vocab_size"], **overrides)
-        except ValueError as error:
-            raise UserError(str(error)) from None
-        checkpoint, model = {"step": 0}, ExoFormer(config).to(device)
-    elif options.init_from == "resume":
-        checkpoint, model = load(options.out_dir, device)
-    else:
-        raise UserError(f"--init_from={options.init_from}: expected scratch or resume")
+        model = make_model(options, meta["vocab_size"]).to(device)
+    total, hidden = model.num_params()
+    print(f"{checkpoint['options']['variant']}, {total:,} parameters ({hidden:,} without embedding and head), on "
+          f"{meta['name']}, {len(train_split.tokens):,} tokens, on {device} in "
+          f"{'bfloat16' if autocast._enabled else 'float32'}, from step {checkpoint['step']}")
+    if options.eval_only:
+        return evaluate(model, val_split, options, device, autocast)
+
     optimizers = make_optimizers(model, options, device)
     for optimizer, state in zip(optimizers, checkpoint.get("optimizers", ())):
         optimizer.load_state_dict(state)
-
-    total, hidden = model.num_params()
-    print(f"{options.variant}: {total:,} parameters, {hidden:,} without embedding and head; {meta['name']}: "
-          f"{len(train_split.tokens):,} tokens; {device.type}, {'bfloat16' if autocast._enabled else 'float32'}")
-    if options.eval_only:
-        val_loss = evaluate(model, val_split, options, device, autocast)
-        print(f"validation loss {val_loss:.4f} nats/token, perplexity {math.exp(val_loss):.3f}")
-        return val_loss
-
-    out = Path(options.out_dir)
-    out.mkdir(parents=True, exist_ok=True)
-    log_file = open(out / "log.csv", "a" if checkpoint["step"] else "w", newline="", encoding="utf-8")
-    log = csv.writer(log_file)
-    if checkpoint["step"] == 0:
-        log.writerow(("step", "train_loss", "val_loss", "lr_factor", "grad_norm", "tokens_per_second"))
     net = model
-    if options.compile if options.compile is not None else device.type == "cuda":
+    if options.compile or options.compile is None and device.type == "cuda":
         x, y = train_split.batch(options.batch_size, options.seed, 0)
-        net = compiled(model, x.to(device), y.to(device), autocast)
+        net = compiled(model, tensor(x, device), tensor(y, device), autocast)
 
-    tokens_per_step, seconds, val_loss = options.batch_size * accumulation * options.block_size, 0.0, math.nan
-    bar = tqdm(range(checkpoint["step"], options.max_iters), initial=checkpoint["step"], total=options.max_iters, desc="train")
-    for step in bar:
-        start = time.perf_counter()
-        factor = lr_factor(step, options.max_iters, options.warmup_iters)
-        for optimizer, peak in zip(optimizers, (options.muon_lr, options.adamw_lr)):
-            optimizer.param_groups[0]["lr"] = peak * factor
-        x, y = train_split.batch(options.batch_size * accumulation, options.seed, step)
-        loss = torch.zeros((), device=device)                                   # mean over the micro-batches
-        for x_micro, y_micro in zip(x.to(device).chunk(accumulation), y.to(device).chunk(accumulation)):
-            with autocast:
-                micro_loss = net(x_micro, y_micro)[1] / accumulation
-            micro_loss.backward()
-            loss += micro_loss.detach()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), options.grad_clip or math.inf)
-        loss = loss.item()
-        if not math.isfinite(loss):
-            raise UserError(f"loss {loss} in step {step} with muon_lr={options.muon_lr * factor:.3g}, "
-                            f"adamw_lr={options.adamw_lr * factor:.3g}: expected a number, lower the rates")
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        seconds += time.perf_counter() - start
+    out, first = Path(options.out_dir), checkpoint["step"]
+    out.mkdir(parents=True, exist_ok=True)
+    batch_size, seconds = options.batch_size * options.gradient_accumulation_steps, 0.0
+    with open(out / "log.csv", "a" if first else "w", newline="", encoding="utf-8") as log_file:
+        log = csv.writer(log_file)
+        if not first:
+            log.writerow(("step", "train_loss", "val_loss", "lr_factor", "grad_norm", "tokens_per_second"))
+        bar = tqdm(range(first, options.max_iters), initial=first, total=options.max_iters, desc="train")
+        for step in bar:
+            start = time.perf_counter()
+            factor = lr_factor(step, options.max_iters, options.warmup_iters)
+            for optimizer, peak in zip(optimizers, (options.muon_lr, options.adamw_lr)):
+                optimizer.param_groups[0]["lr"] = peak * factor
+            x, y = (tensor(ids, device) for ids in train_split.batch(batch_size, options.seed, step))
+            loss = 0.0                                                          # the mean over all micro-batches
+            for x_micro, y_micro in zip(x.split(options.batch_size), y.split(options.batch_size)):
+                with autocast:
+                    micro_loss = net(x_micro, y_micro)[1] / options.gradient_accumulation_steps
+                micro_loss.backward()
+                loss += micro_loss.detach()
+            norm = nn.utils.clip_grad_norm_(model.parameters(), options.grad_clip or math.inf)
+            if not math.isfinite(loss := loss.item()):
+                raise UserError(f"loss {loss} in step {step + 1} at muon_lr={options.muon_lr * factor:.3g} and "
+                                f"adamw_lr={options.adamw_lr * factor:.3g}: expected a finite loss, lower the rates")
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+            seconds += time.perf_counter() - start                              # evaluation and saving are not counted
 
-        done, evaluated = step + 1, False
-        if done % options.eval_interval == 0 or done == options.max_iters:
-            val_loss, evaluated = evaluate(model, val_split, options, device, autocast), True
-            tqdm.write(f"step {done}: validation loss {val_loss:.4f} nats/token")
-            save(out / "checkpoint.pt", dict(
-                step=done, val_loss=val_loss, config=asdict(model.config), options=asdict(options), dataset=meta,
-                model=model.state_dict(), optimizers=[optimizer.state_dict() for optimizer in optimizers]))
-        if done % options.log_interval == 0 or evaluated:
-            speed = tokens_per_step * (done - checkpoint["step"]) / seconds
-            bar.set_postfix(loss=f"{loss:.3f}", tokens_per_second=f"{speed:,.0f}")
-            log.writerow((done, f"{loss:.5f}", f"{val_loss:.5f}" if evaluated else "", f"{factor:.4f}",
-                          f"{norm.item():.4f}", f"{speed:.0f}"))
-            log_file.flush()
-    log_file.close()
+            done, val_loss = step + 1, None
+            if done % options.eval_interval == 0 or done == options.max_iters:
+                val_loss = evaluate(model, val_split, options, device, autocast)
+                bar.write(f"step {done}: validation loss {val_loss:.4f}")
+                save(out / "checkpoint.pt", dict(
+                    step=done, val_loss=val_loss, config=asdict(model.config), options=asdict(options), dataset=meta,
+                    model=model.state_dict(), optimizers=[optimizer.state_dict() for optimizer in optimizers]))
+            if done % options.log_interval == 0 or val_loss is not None:
+                speed = batch_size * options.block_size * (done - first) / seconds
+                bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s")
+                log.writerow((done, loss, val_loss, factor, norm.item(), round(speed)))
+                log_file.flush()
     return val_loss
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Sampling
 
-def sample(options: Options, prompt: str, new_tokens: int = 400) -> None:
-    """Stream a continuation of the prompt by out_dir's checkpoint."""
-    checkpoint, model = load(options.out_dir, device := pick_device(options.device))
+def sample(options: Options, prompt: str) -> None:
+    """Print a continuation of the prompt, token by token, by out_dir's checkpoint."""
+    device = pick_device(options.device)
+    checkpoint, model = load_checkpoint(options.out_dir, device)
     if checkpoint["dataset"]["tokenizer"] != "bytes":
-        raise UserError(f"--sample on a tokenizer {checkpoint['dataset']['tokenizer']!r}: expected bytes")
+        raise UserError(f"--sample with the tokenizer {checkpoint['dataset']['tokenizer']!r}: expected 'bytes'")
     idx = torch.tensor([list(prompt.encode() or b"\n")], device=device)
-    decode = codecs.getincrementaldecoder("utf-8")("replace").decode        # a character may span tokens
-    print(prompt, end="")
     generator = torch.Generator(device).manual_seed(options.seed)
-    for token in model.stream(idx, new_tokens, temperature=0.8, generator=generator):
+    decode = codecs.getincrementaldecoder("utf-8")("replace").decode            # a character may span several tokens
+    print(prompt, end="")
+    for token in model.stream(idx, options.max_new_tokens, options.temperature, generator=generator):
         print(decode(bytes([token.item()])), end="", flush=True)
     print()
 
@@ -420,11 +382,12 @@ def main(argv: list[str]) -> int:
             return 0
         val_loss = train(options)
         if not options.eval_only:
-            print("\na sample:")
+            print("\nA sample:\n" + "-" * 80)
             sample(options, "\n")
-            print(f"\nvalidation loss {val_loss:.4f} nats/token, perplexity {math.exp(val_loss):.3f}")
+            print("-" * 80)
+        print(f"validation loss {val_loss:.4f} nats per token, perplexity {math.exp(val_loss):.3f}")
         return 0
-    except (UserError, DataError) as error:
+    except UserError as error:
         print(f"train.py: {error}", file=sys.stderr)
         return 2
 
