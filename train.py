@@ -287,6 +287,8 @@ def train(options: Options) -> float:
         if getattr(options, name) is None:
             setattr(options, name, value)
     autocast = make_autocast(options.dtype, device)
+    if options.init_from not in ("scratch", "resume"):
+        raise UserError(f"--init_from={options.init_from}: expected scratch or resume")
     checkpoint = {"step": 0, "options": asdict(options)}
     if options.init_from == "resume":
         checkpoint, model = load_checkpoint(options.out_dir, device)
@@ -333,7 +335,8 @@ def train(options: Options) -> float:
                 micro_loss.backward()
                 loss += micro_loss.detach()
             norm = nn.utils.clip_grad_norm_(model.parameters(), options.grad_clip or math.inf)
-            if not math.isfinite(loss := loss.item()):
+            if not math.isfinite(loss := loss.item()):                          # nan > limit would be False
+                bar.close()
                 raise UserError(f"loss {loss} in step {step + 1} at muon_lr={options.muon_lr * factor:.3g} and "
                                 f"adamw_lr={options.adamw_lr * factor:.3g}: expected a finite loss, lower the rates")
             for optimizer in optimizers:

@@ -156,9 +156,9 @@ def show(step, equation, place, figure, **ways):
     for name, value in ways.items():
         print(f"    {name:<12} " + "  ".join(f"{v:9.6f}" for v in value))
         if not np.allclose(value, exact, rtol=0, atol=1e-6):
-            raise Disagreement(f"{step!r}: {name} gives {value}, {next(iter(ways))} gives {exact}")
+            raise Disagreement(f"{step}: {name} gives {value}, {next(iter(ways))} gives {exact}")
     if figure is not None and not np.allclose(exact, figure, rtol=0, atol=1e-3):
-        raise Disagreement(f"{step!r}: {exact}, but the walkthrough has {figure}")
+        raise Disagreement(f"{step}: {exact}, but the walkthrough has {figure}")
 
 
 STEPS = [   # key, name, equation, where it lives, the walkthrough's figure

@@ -1,0 +1,971 @@
+"""
+What this project claims, each claim a test: python -m pytest -q test_exoformer.py (CPU, under two minutes).
+
+A fresh ExoFormer has zero logits whatever its variant, so two fresh models are always equal. Every test of equality,
+causality or caching therefore begins with `randomise`, which gives every parameter a random non-zero value.
+"""
+
+import copy
+import csv
+import hashlib
+import http.server
+import itertools
+import json
+import math
+import re
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+import threading
+import types
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from tqdm import tqdm
+
+import exoformer
+import train
+from data import prepare
+from exoformer import VARIANTS, Config, ExoFormer
+
+ROOT = Path(__file__).resolve().parent
+torch.set_num_threads(1)        # the models are tiny: threads only cost
+
+SMALL = dict(vocab_size=11, block_size=12, n_layer=3, n_head=2, n_embd=8)
+
+# every row of the table of systems, and a step along every axis from rows where it makes sense
+CASES = {name: Config.variant(name, **SMALL) for name in VARIANTS}
+for _name, _row, _change in [
+    ("scalar", "exoformer-dynamic", dict(granularity="scalar")),
+    ("headwise", "exoformer-dynamic", dict(granularity="headwise")),
+    ("headwise internal", "nuresformer", dict(granularity="headwise")),
+    ("elementwise resformer", "resformer", dict(granularity="elementwise", anchor_norm="v")),
+    ("dynamic resformer", "resformer", dict(dynamic=True)),
+    ("dynamic nuresformer", "nuresformer", dict(dynamic=True)),
+    ("mix vg", "exoformer", dict(mix="GV")),
+    ("mix vg dynamic", "exoformer-dynamic", dict(mix="gv", granularity="headwise")),
+    ("ungated", "exoformer", dict(gate=False, mix="qkv")),
+    ("anchor norm qk", "exoformer", dict(anchor_norm="qk")),
+    ("anchor norm none", "nuresformer", dict(anchor_norm="none")),
+    ("post norm qkv", "exoformer", dict(post_norm="qkv")),
+    ("post norm qkvg", "exoformer-dynamic", dict(post_norm="qkvg")),
+    ("post norm of base", "base", dict(post_norm="qkv")),
+    ("H_1", "exoformer", dict(anchor_layer=1)),
+    ("H_2", "exoformer-dynamic", dict(anchor_layer=2, mix="kvg")),
+]:
+    CASES[_name] = Config.variant(_row, **SMALL | _change)
+
+every_case = pytest.mark.parametrize("config", CASES.values(), ids=CASES)
+every_variant = pytest.mark.parametrize("config", list(CASES.values())[:7], ids=list(VARIANTS))
+
+
+def randomise(model, scale=0.5):
+    """Random non-zero values in every parameter: λ, gains, W2, b, the head and all."""
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(scale * torch.randn(p.shape, generator=generator) + ("norm" in name or ".lam." in name))
+    assert all((p != 0).all() for p in model.parameters())
+    return model
+
+
+def make(config, dtype=torch.float64):
+    return randomise(ExoFormer(config)).to(dtype)
+
+
+def tokens(config, batch=2, length=None, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(config.vocab_size, (batch, length or config.block_size), generator=generator)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The equations
+
+def oracle(config, weights, idx):
+    """The logits by the equations alone, in NumPy float64: no code and no structure shared with exoformer.py."""
+    w = {name: p.detach().double().numpy() for name, p in weights.items()}
+    (B, T), h, d_h = idx.shape, config.n_head, config.n_embd // config.n_head
+    gated = "g" if config.gate else ""
+
+    def norm(x, gain):
+        return gain * x / np.sqrt((x**2).mean(-1, keepdims=True) + config.norm_eps)
+
+    def sigmoid(x):
+        return 1 / (1 + np.exp(-x))
+
+    def heads(x):
+        return x.reshape(B, T, h, d_h)
+
+    def rotate(x):
+        out = np.empty_like(x)
+        for t, i in itertools.product(range(T), range(d_h // 2)):
+            angle = t * config.rope_theta ** (-2 * i / d_h)
+            cos, sin = float(np.float32(math.cos(angle))), float(np.float32(math.sin(angle)))   # tables are float32
+            a, b = x[:, t, :, i], x[:, t, :, i + d_h // 2]
+            out[:, t, :, i], out[:, t, :, i + d_h // 2] = a * cos - b * sin, b * cos + a * sin
+        return out
+
+    H = w["embed.weight"][idx.numpy()]
+    anchor = None
+    for n in range(1, config.n_layer + 1):
+        layer = f"blocks.{n - 1}."
+        if config.anchor == "exogenous" and n == config.anchor_layer + 1:
+            anchor = {s: heads(H @ w[f"anchor.proj.{s}.weight"].T) for s in config.mix}
+        X = norm(H, w[layer + "attn_norm.weight"])
+        S = {s: heads(X @ w[f"{layer}attn.proj.{s}.weight"].T) for s in "qkv" + gated}
+        raw = dict(S)
+        if anchor is not None:
+            for j, s in enumerate(s for s in "qkvg" if s in config.mix):
+                lam1, lam2 = (np.broadcast_to(x, (h, d_h)) for x in w[f"{layer}attn.mix.lam.{s}"])
+                a = norm(anchor[s], w[f"anchor.norm.{s}.weight"]) if s in config.anchor_norm else anchor[s]
+                gamma = np.ones((B, T, 2))
+                if config.dynamic:
+                    u = X @ w[layer + "attn.mix.W1.weight"].T
+                    gelu = 0.5 * u * (1 + np.vectorize(math.erf)(u / math.sqrt(2)))
+                    both = sigmoid(gelu @ w[layer + "attn.mix.W2.weight"].T + w[layer + "attn.mix.W2.bias"])
+                    gamma = both[..., 2 * j:2 * j + 2]
+                S[s] = (lam1 * gamma[..., :1, None]) * a + (lam2 * gamma[..., 1:, None]) * S[s]
+        if config.anchor == "internal" and n == 1:
+            anchor = raw
+        for s in config.post_norm:
+            S[s] = norm(S[s], w[f"{layer}attn.norm.{s}.weight"])
+        q, k = rotate(S["q"]), rotate(S["k"])
+        scores = np.einsum("bthc,bshc->bhts", q, k) / math.sqrt(d_h)
+        scores[:, :, np.triu_indices(T, 1)[0], np.triu_indices(T, 1)[1]] = -np.inf
+        A = np.exp(scores - scores.max(-1, keepdims=True))
+        A /= A.sum(-1, keepdims=True)
+        U = np.einsum("bhts,bshc->bthc", A, S["v"])
+        if config.gate:
+            U = U * sigmoid(S["g"])
+        H = H + U.reshape(B, T, -1) @ w[layer + "attn.out.weight"].T
+        z = norm(H, w[layer + "mlp_norm.weight"])
+        up, gate = z @ w[layer + "mlp.up.weight"].T, z @ w[layer + "mlp.gate.weight"].T
+        H = H + (gate * sigmoid(gate) * up) @ w[layer + "mlp.down.weight"].T
+    return norm(H, w["norm.weight"]) @ w["head.weight"].T
+
+
+@every_case
+def test_logits_follow_the_equations(config):
+    """In float64 the logits of every variant and axis are those of the NumPy oracle, and so is the loss."""
+    model, idx = make(config), tokens(config)
+    targets = tokens(config, seed=1)
+    logits, loss = model(idx, targets)
+    expected = oracle(config, dict(model.named_parameters()), idx)
+    np.testing.assert_allclose(logits.detach().numpy(), expected, rtol=1e-9, atol=1e-9)
+    p = np.exp(expected) / np.exp(expected).sum(-1, keepdims=True)
+    nats = -np.log(np.take_along_axis(p, targets.numpy()[..., None], -1)).mean()
+    assert loss.item() == pytest.approx(nats, rel=1e-9)
+
+
+@every_case
+def test_parameter_counts(config):
+    """Parameters are exactly those of the formulas: 11d² or 10d² a layer, d² an anchor, λ by granularity, γ, gains."""
+    d, h, N, m = config.n_embd, config.n_head, config.n_layer, len(config.mix)
+    layer = (11 if config.gate else 10) * d**2 + 2 * d + len(config.post_norm) * d // h
+    total = N * layer + d
+    if config.anchor != "none":
+        first = 1 if config.anchor == "internal" else config.anchor_layer
+        lam = {"elementwise": 2 * m * d, "headwise": 2 * m * h, "scalar": 2 * m}[config.granularity]
+        gamma = 16 * d + 16 * 2 * m + 2 * m if config.dynamic else 0
+        total += (N - first) * (lam + gamma) + len(set(config.mix) & set(config.anchor_norm)) * d // h
+        total += m * d**2 if config.anchor == "exogenous" else 0
+    assert ExoFormer(config).num_params() == (total + 2 * config.vocab_size * d, total)
+
+
+def test_flops_per_token():
+    """FLOPs are 6 per matrix weight, embedding aside, and 12 N d T for attention; anchors are 4/(11 N) of the layers'."""
+    sizes = dict(n_layer=32, n_head=2, n_embd=64, block_size=16, vocab_size=10)
+    exo, gated = (ExoFormer(Config.variant(name, **sizes)).flops_per_token() for name in ("exoformer", "gated"))
+    assert gated == 6 * (32 * 11 * 64**2 + 10 * 64) + 12 * 32 * 64 * 16
+    assert (exo - gated) / (6 * 32 * 11 * 64**2) == pytest.approx(4 / (11 * 32))
+
+
+def test_dynamic_starts_as_static():
+    """With λ = 1 and W2 = b = 0, as initialised, the dynamic model is the static one with λ = 0.5."""
+    static, dynamic = make(CASES["exoformer"]), make(CASES["exoformer-dynamic"])
+    fresh = {name: p.double() for name, p in ExoFormer(CASES["exoformer-dynamic"]).named_parameters()}
+    state = dict(static.state_dict()) | {name: p for name, p in fresh.items() if ".mix." in name}
+    dynamic.load_state_dict(state)
+    for block in static.blocks:
+        for lam in block.attn.mix.lam.values():
+            torch.nn.init.constant_(lam, 0.5)
+    idx = tokens(static.config)
+    torch.testing.assert_close(dynamic(idx)[0], static(idx)[0], rtol=0, atol=1e-12)
+    with torch.no_grad():
+        dynamic.blocks[1].attn.mix.W2.bias.fill_(0.3)
+    assert (dynamic(idx)[0] - static(idx)[0]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("case", ["exoformer", "nuresformer", "resformer", "H_1", "ungated", "mix vg"])
+def test_neutral_mix_is_the_model_without_anchor(case):
+    """λ = (0, 1) gives `gated`, or `base` where there is no gate, exactly."""
+    model = make(CASES[case])
+    plain = ExoFormer(replace(model.config, anchor="none", anchor_layer=0)).double()
+    plain.load_state_dict({name: p for name, p in model.state_dict().items() if "anchor" not in name and ".mix." not in name})
+    idx = tokens(model.config)
+    assert (model(idx)[0] - plain(idx)[0]).abs().max() > 1e-3
+    with torch.no_grad():
+        for name, lam in model.named_parameters():
+            if ".lam." in name:
+                lam[0], lam[1] = 0.0, 1.0
+    assert torch.equal(model(idx)[0], plain(idx)[0])
+
+
+@pytest.mark.parametrize("anchor_norm, scale_matters", [("qkvg", False), ("qk", True), ("none", True)])
+def test_anchor_scale(anchor_norm, scale_matters):
+    """Scaling W_anc changes nothing where all anchors are normalised, and something where they are not."""
+    model = make(replace(CASES["exoformer"], anchor_norm=anchor_norm, norm_eps=0.0))
+    idx = tokens(model.config)
+    before = model(idx)[0]
+    with torch.no_grad():
+        for W in model.anchor.proj.values():
+            W.weight.mul_(3.0)
+    assert ((model(idx)[0] - before).abs().max() > 1e-6) == scale_matters
+
+
+@every_case
+def test_causality(config):
+    """A later token changes nothing at earlier positions, and something at its own."""
+    model, idx = make(config), tokens(config)
+    for t in (1, 5, config.block_size - 1):
+        other = idx.clone()
+        other[:, t] = (idx[:, t] + 1) % config.vocab_size
+        difference = (model(other)[0] - model(idx)[0]).abs().amax(dim=(0, 2))
+        assert difference[:t].max() == 0 and difference[t] > 1e-4
+
+
+@every_case
+def test_anchor_gradient_comes_from_every_mixing_layer(config):
+    """The anchor's gradient is the sum over the layers that mix, each of which contributes."""
+    if config.anchor != "exogenous":
+        pytest.skip("no matrices of its own")
+    model, idx = make(config), tokens(config)
+    weight = model.anchor.proj["v"].weight
+    mixing = [block.attn.mix for block in model.blocks if block.attn.mix]
+
+    def gradient(layers):
+        def detach(mix, inputs):
+            x, own, anchors = inputs
+            return x, own, anchors if mix in layers else {s: a.detach() for s, a in anchors.items()}
+        handles = [mix.register_forward_pre_hook(detach) for mix in mixing]
+        loss = model(idx, tokens(config, seed=1))[1]
+        [handle.remove() for handle in handles]
+        return torch.autograd.grad(loss, weight)[0]
+
+    parts = [gradient([mix]) for mix in mixing]
+    assert len(parts) == config.n_layer - config.anchor_layer and all(part.abs().max() > 1e-8 for part in parts)
+    torch.testing.assert_close(sum(parts), gradient(mixing), rtol=1e-8, atol=1e-12)
+
+
+@every_case
+def test_every_parameter_learns(config):
+    """From a fresh start every parameter has a non-zero gradient after a few steps: nothing is dead or left out."""
+    torch.manual_seed(0)
+    model = ExoFormer(config)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for step in range(5):
+        optimizer.zero_grad()
+        model(tokens(config, 4), tokens(config, 4, seed=1))[1].backward()
+        optimizer.step()
+    dead = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.abs().max() > 0]
+    assert dead == []
+
+
+def test_only_named_components_mix():
+    """With mix="vg" q and k stay local: no anchor, λ or γ of theirs exists and W_anc cannot move them."""
+    model = make(CASES["mix vg dynamic"])
+    mix = model.blocks[0].attn.mix
+    assert [list(x) for x in (model.anchor.proj, model.anchor.norm, mix.lam)] == [["v", "g"]] * 3
+    assert mix.W2.out_features == 4
+    seen = []
+    handle = mix.register_forward_hook(lambda _, inputs, output: seen.append(output))
+    idx = tokens(model.config)
+    model(idx)
+    torch.nn.init.normal_(model.anchor.proj["v"].weight)
+    torch.nn.init.normal_(model.anchor.proj["g"].weight)
+    model(idx)
+    handle.remove()
+    assert [torch.equal(seen[0][s], seen[1][s]) for s in "qkvg"] == [True, True, False, False]
+
+
+@pytest.mark.parametrize("k", [0, 1, 2])
+def test_anchors_of_H_k(k):
+    """With anchors from H_k only the layers after k own λ, and the anchors read H_k itself, not normalised."""
+    model = make(replace(CASES["exoformer"], anchor_layer=k))
+    assert [block.attn.mix is not None for block in model.blocks] == [n > k for n in (1, 2, 3)]
+    hidden, read = [], []
+    model.embed.register_forward_hook(lambda _, inputs, output: hidden.append(output))
+    for block in model.blocks:
+        block.register_forward_hook(lambda _, inputs, output: hidden.append(output[0]))
+    model.anchor.register_forward_hook(lambda _, inputs, output: read.append(inputs[0]))
+    model(tokens(model.config))
+    assert len(read) == 1 and torch.equal(read[0], hidden[k])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Config, initialisation, precision
+
+@pytest.mark.parametrize("change, words", [
+    (dict(n_embd=30, n_head=4), "n_embd=30 n_head=4"),
+    (dict(n_embd=6, n_head=2), "n_embd=6 n_head=2 even"),
+    (dict(n_layer=0), "n_layer=0 positive"),
+    (dict(n_layer=2.0), "n_layer=2.0 integer"),
+    (dict(anchor="exogenus"), "exogenus 'exogenous'"),
+    (dict(granularity="elementwize"), "elementwize 'elementwise'"),
+    (dict(mix="qx"), "mix='qx' qkvg"),
+    (dict(anchor_norm="all"), "anchor_norm='all' none"),
+    (dict(post_norm="v"), "post_norm='v' qkv"),
+    (dict(gate=False), "mix='qkvg' gate=False"),
+    (dict(gate=False, mix="qkv", post_norm="qkvg"), "post_norm='qkvg' gate=False"),
+    (dict(anchor_layer=3), "anchor_layer=3 n_layer=3"),
+    (dict(anchor_layer=-1), "anchor_layer=-1 n_layer=3"),
+    (dict(anchor="internal", anchor_layer=1), "anchor_layer=1 anchor='internal'"),
+    (dict(anchor="none", anchor_layer=1), "anchor_layer=1 anchor='none'"),
+    (dict(anchor="none", dynamic=True), "dynamic=True anchor='none'"),
+    (dict(anchor="internal", n_layer=1), "anchor='internal' n_layer=1"),
+    (dict(mix="none"), "mix='' anchor='exogenous'"),
+    (dict(norm_eps=-1.0), "norm_eps=-1.0"),
+    (dict(rope_theta=0.0), "rope_theta=0.0"),
+])
+def test_impossible_settings_raise(change, words):
+    """A setting that cannot work is a ValueError that names the values; an unknown name comes with its nearest match."""
+    with pytest.raises(ValueError) as error:
+        Config(**SMALL | change)
+    assert all(word in str(error.value) for word in words.split()) and "\n" not in str(error.value)
+
+
+def test_unknown_names_of_a_variant_raise():
+    """Config.variant names the nearest match for an unknown variant or setting."""
+    with pytest.raises(ValueError, match="did you mean 'nuresformer'"):
+        Config.variant("nuresfromer")
+    with pytest.raises(ValueError, match="did you mean 'n_layer'"):
+        Config.variant("base", n_layers=3)
+
+
+def test_settings_without_an_anchor_are_ignored():
+    """Without an anchor mix, granularity and anchor_norm change nothing: no error, the same model."""
+    odd = ExoFormer(Config.variant("base", **SMALL, mix="vg", anchor_norm="q", granularity="scalar"))
+    assert {name: p.shape for name, p in odd.named_parameters()} == {
+        name: p.shape for name, p in ExoFormer(CASES["base"]).named_parameters()}
+
+
+def test_variants_are_the_seven_systems():
+    """The seven rows have the gate, anchor, mix, norms, granularity and dynamics of the paper's systems."""
+    got = {name: (c.gate, c.anchor, c.mix, c.anchor_norm, c.granularity, c.dynamic, c.anchor_layer, c.post_norm)
+           for name, c in CASES.items() if name in VARIANTS}
+    full = ("qkvg", "qkvg", "elementwise")
+    assert got == {
+        "base": (False, "none", *full, False, 0, "qk"),
+        "gated": (True, "none", *full, False, 0, "qk"),
+        "resformer": (False, "internal", "v", "", "scalar", False, 0, "qk"),
+        "gated-resformer": (True, "internal", "v", "", "scalar", False, 0, "qk"),
+        "nuresformer": (True, "internal", *full, False, 0, "qk"),
+        "exoformer": (True, "exogenous", *full, False, 0, "qk"),
+        "exoformer-dynamic": (True, "exogenous", *full, True, 0, "qk")}
+
+
+def test_config_survives_a_round_trip():
+    """asdict and back gives the same Config: that is how a checkpoint keeps it."""
+    for config in CASES.values():
+        assert Config(**json.loads(json.dumps(asdict(config)))) == config
+
+
+def test_initialisation():
+    """Fresh weights: W^O, W_down, head, W2 and b zero, gains 1, λ 0.5 (dynamic 1), the rest normal, cut at 3 σ = 0.06."""
+    for name in VARIANTS:
+        torch.manual_seed(0)
+        model = ExoFormer(Config.variant(name, n_layer=2, n_head=2, n_embd=64))
+        for key, p in model.named_parameters():
+            if "norm" in key:
+                assert (p == 1).all(), key
+            elif ".lam." in key:
+                assert (p == (1.0 if name == "exoformer-dynamic" else 0.5)).all(), key
+            elif key == "head.weight" or ".out." in key or ".down." in key or ".W2." in key:
+                assert (p == 0).all(), key
+            else:
+                assert p.std().item() == pytest.approx(0.0197, rel=0.1), key     # 0.02, less the tails cut off
+                assert 0.05 < p.abs().max() <= 0.06, key
+
+
+def test_one_seed_starts_all_variants_alike():
+    """With one seed, parameters of one name start identical in every variant; another seed starts elsewhere."""
+    def start(name, seed):
+        torch.manual_seed(seed)
+        return ExoFormer(Config.variant(name, **SMALL)).state_dict()
+
+    full = start("exoformer-dynamic", 0)
+    for name in VARIANTS:
+        for key, p in start(name, 0).items():
+            assert ".lam." in key or torch.equal(p, full[key]), key
+    assert set(start("gated", 0)) <= set(start("exoformer", 0))
+    assert not torch.equal(start("gated", 1)["embed.weight"], full["embed.weight"])
+    drawn = [p for key, p in full.items() if key.endswith("attn.proj.q.weight")]
+    assert not torch.equal(drawn[0], drawn[1])
+
+
+def test_uninitialised_parameter_raises():
+    """A parameter that no row of init_weights covers is an error, and so is one that two rows cover."""
+    model = ExoFormer(CASES["exoformer"])
+    for name in ("bonus", "out_norm"):
+        changed = copy.deepcopy(model)
+        changed.blocks[0].attn.register_module(name, torch.nn.Linear(2, 2, bias=name == "bonus"))
+        if name == "bonus":
+            with pytest.raises(ValueError, match="bonus.*matches 0 rows"):
+                changed.init_weights(0)
+    model.blocks[0].attn.norm.register_module("out", exoformer.RMSNorm(2, 0.0))     # "*norm*.weight" and "*.out.weight"
+    with pytest.raises(ValueError, match="norm.out.weight.*matches 2 rows"):
+        model.init_weights(0)
+
+
+def test_rope_table():
+    """cos² + sin² = 1, angles as in float64 at position 4095, and no two positions alike (in bfloat16 they would be)."""
+    cos, sin = exoformer.rope_table(4096, 64, 500_000.0).squeeze(2).unbind()
+    torch.testing.assert_close(cos**2 + sin**2, torch.ones(4096, 32))
+    for i in (0, 1, 31):
+        assert cos[4095, i].item() == pytest.approx(math.cos(4095 * 500_000.0 ** (-2 * i / 64)), abs=1e-7)
+    assert len(torch.unique(torch.cat((cos, sin), 1), dim=0)) == 4096
+    assert len(torch.unique(torch.cat((cos, sin), 1)[:, :1].bfloat16(), dim=0)) < 4096
+
+
+def test_rope_depends_on_distance_alone():
+    """The product of a rotated query and key depends only on how far apart they stand."""
+    cos, sin = exoformer.rope_table(16, 8, 100.0).double().unbind()
+    q, k = (torch.randn(1, 1, 1, 8, dtype=torch.float64).expand(1, 16, 1, 8) for _ in range(2))
+    q, k = exoformer.rope(q, cos, sin)[0, :, 0], exoformer.rope(k, cos, sin)[0, :, 0]
+    scores = q @ k.T
+    for distance in range(5):
+        torch.testing.assert_close(scores.diagonal(distance), scores[0, distance].expand(16 - distance), rtol=0, atol=1e-6)
+    assert (scores[0] - scores[0, 0]).abs()[1:].min() > 1e-3
+
+
+def test_rope_table_keeps_float32():
+    """The table survives .bfloat16(), .double(), .to() and deepcopy unrounded, and is not in the state dict."""
+    model = ExoFormer(CASES["exoformer"])
+    table = model.rope.clone()
+    for other in (copy.deepcopy(model).bfloat16(), copy.deepcopy(model).to(torch.float16), copy.deepcopy(model).double()):
+        assert other.rope.dtype == torch.float32 and torch.equal(other.rope, table)
+    assert not any("rope" in key for key in model.state_dict())
+
+
+@every_variant
+def test_dtypes(config):
+    """bfloat16, float32 and autocast give float64's logits within their precision; losses are float32 or better."""
+    exact, idx = make(config), tokens(config)
+    reference = exact(idx)[0]
+    for dtype, tolerance in ((torch.float32, 1e-4), (torch.bfloat16, 0.1)):
+        logits, loss = copy.deepcopy(exact).to(dtype)(idx, idx)
+        assert logits.dtype == dtype and loss.dtype == torch.float32
+        assert (logits.double() - reference).norm() / reference.norm() < tolerance
+    with torch.autocast("cpu", torch.bfloat16):
+        logits, loss = exact.float()(idx, idx)
+    assert loss.dtype == torch.float32 and (logits.double() - reference).norm() / reference.norm() < 0.1
+    loss.backward()
+
+
+@every_variant
+def test_compiles_in_one_graph(config):
+    """torch.compile(fullgraph=True) takes every variant, with the eager model's logits and gradients."""
+    torch._dynamo.reset()
+    model, idx = make(config), tokens(config)
+    logits, loss = torch.compile(model, fullgraph=True, backend="eager")(idx, idx)
+    torch.testing.assert_close(logits, model(idx)[0])
+    loss.backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="the default backend needs a C++ compiler")
+def test_compiles_with_the_default_backend():
+    """The default backend gives the eager model's loss, also under autocast, and leaves the parameters' names alone."""
+    torch._dynamo.reset()
+    model, idx = make(replace(CASES["exoformer-dynamic"], n_layer=2), torch.float32), tokens(CASES["base"])
+    compiled = torch.compile(model, fullgraph=True)
+    torch.testing.assert_close(compiled(idx, idx)[1], model(idx, idx)[1])
+    assert not any("_orig_mod" in name for name in model.state_dict())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Forward, cache and generation
+
+@every_case
+@pytest.mark.parametrize("batch", [1, 3])
+def test_cached_logits_equal_uncached(config, batch):
+    """However the tokens are cut into chunks, cached logits are those of one uncached forward, to 1e-5 in float32."""
+    model, idx = make(config, torch.float32), tokens(config, batch)
+    with torch.no_grad():
+        expected = model(idx)[0]
+        for chunks in ([12], [1] * 12, [5, 7], [1, 4, 1, 1, 5], [7, 1, 3, 1]):
+            cache = model.new_cache()
+            logits = torch.cat([model(chunk, cache=cache)[0] for chunk in idx.split(chunks, dim=1)], dim=1)
+            assert (logits - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+def test_forward_refuses_what_it_cannot_do():
+    """A sequence longer than block_size, cached tokens included, and targets of another shape are errors that say so."""
+    model, idx = make(CASES["exoformer"]), tokens(CASES["exoformer"], length=13)
+    with pytest.raises(ValueError, match="13 tokens.*block_size=12"):
+        model(idx)
+    cache = model.new_cache()
+    model(idx[:, :8], cache=cache)
+    with pytest.raises(ValueError, match="13 tokens.*block_size=12"):
+        model(idx[:, 8:], cache=cache)
+    with pytest.raises(ValueError, match=r"\[2, 11\].*\[2, 12\]"):
+        model(idx[:, :12], idx[:, 1:12])
+
+
+def test_forward_leaves_no_state():
+    """A forward, a cached one and a generation leave nothing on any module."""
+    model = make(CASES["exoformer-dynamic"], torch.float32)
+    before = {name: set(vars(module)) for name, module in model.named_modules()}
+    buffers = {name: value.clone() for name, value in model.named_buffers()}
+    idx = tokens(model.config)
+    model(idx)
+    model.generate(idx[:, :3], 3)
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == before
+    assert all(torch.equal(value, buffers[name]) for name, value in model.named_buffers())
+
+
+@every_variant
+def test_greedy_generation_equals_recomputing(config):
+    """Temperature 0 is greedy: each token is the argmax of an uncached forward, until the context is full."""
+    model, idx = make(config, torch.float32), tokens(config, 3, 2)
+    out = model.generate(idx, 10, temperature=0)
+    assert out.shape == (3, 12) and torch.equal(out[:, :2], idx)
+    for t in range(2, 12):
+        assert torch.equal(out[:, t], model(out[:, :t])[0][:, -1].argmax(-1))
+    assert torch.equal(out, model.generate(idx, 10, temperature=1.0, top_k=1))
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 5])
+def test_generation_goes_on_past_the_block(block_size):
+    """Past block_size the model starts again from the last half block; a longer prompt is cut to its last block."""
+    model = make(replace(CASES["exoformer"], block_size=block_size), torch.float32)
+    idx = tokens(model.config, 2, 7)
+    out = model.generate(idx, 11, temperature=0)
+    length = min(7, block_size)                                 # what the model sees before each new token
+    for t in range(7, 18):
+        assert torch.equal(out[:, t], model(out[:, t - length:t])[0][:, -1].argmax(-1))
+        length = length + 1 if length < block_size else (block_size + 1) // 2
+
+
+def test_stream_yields_what_generate_returns():
+    """stream yields generate's tokens one by one; two interleaved streams do not influence each other."""
+    model, idx = make(CASES["exoformer-dynamic"], torch.float32), tokens(CASES["base"], 2, 3)
+    seeded = lambda seed: torch.Generator().manual_seed(seed)                                           # noqa: E731
+    whole = [model.generate(idx, 20, top_k=5, generator=seeded(seed))[:, 3:] for seed in (0, 1)]
+    assert not torch.equal(*whole)
+    pairs = list(zip(*(model.stream(idx, 20, top_k=5, generator=seeded(seed)) for seed in (0, 1))))
+    for j in (0, 1):
+        assert torch.equal(torch.stack([pair[j] for pair in pairs], dim=1), whole[j])
+
+
+def test_sampling_draws_from_the_model():
+    """Frequencies of sampled tokens are softmax(logits / temperature) of the top_k; top_k above V is clamped."""
+    model, idx = make(CASES["exoformer"], torch.float32), tokens(CASES["base"], 1, 4)
+    logits = model(idx)[0][0, -1]
+    for temperature, top_k in ((1.0, None), (2.0, 4), (1.5, 99)):
+        kept = logits.topk(min(top_k or 11, 11)).indices
+        expected = torch.zeros(11).scatter(0, kept, F.softmax(logits[kept] / temperature, dim=-1))
+        drawn = model.generate(idx.expand(20_000, 4), 1, temperature, top_k, torch.Generator().manual_seed(0))[:, -1]
+        frequency = drawn.bincount(minlength=11) / 20_000
+        assert (frequency - expected).abs().max() < 0.015
+        assert (frequency[expected == 0] == 0).all()
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (dict(idx=torch.zeros(1, 0, dtype=torch.long)), "at least one token"),
+    (dict(idx=torch.zeros(3, dtype=torch.long)), r"shape \[3\]"),
+    (dict(idx=torch.tensor([[0, 11]])), "0 to 11.*= 10"),
+    (dict(idx=torch.tensor([[-1, 3]])), "-1 to 3"),
+    (dict(temperature=-0.5), "temperature=-0.5"),
+    (dict(temperature=math.nan), "temperature=nan"),
+    (dict(top_k=0), "top_k=0"),
+    (dict(max_new_tokens=-1), "max_new_tokens=-1"),
+])
+def test_generate_refuses_nonsense(arguments, message):
+    """An empty prompt, ids outside the vocabulary, a negative temperature or count and top_k=0 are ValueErrors."""
+    with pytest.raises(ValueError, match=message):
+        make(CASES["exoformer"]).generate(**dict(idx=torch.zeros(1, 1, dtype=torch.long), max_new_tokens=1) | arguments)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Optimizers
+
+def test_each_parameter_has_one_optimizer():
+    """Muon gets exactly the hidden matrices, AdamW embedding, head, gains, λ of any granularity and b."""
+    for config in CASES.values():
+        model = ExoFormer(config)
+        muon, adamw = ({id(p) for p in group} for group in train.split_parameters(model))
+        assert not muon & adamw and muon | adamw == {id(p) for p in model.parameters()}
+        for name, p in model.named_parameters():
+            hidden_matrix = name.startswith(("blocks.", "anchor.")) and p.ndim == 2 and ".lam." not in name
+            assert (id(p) in muon) == hidden_matrix, name
+    model.blocks[0].register_parameter("bonus", torch.nn.Parameter(torch.zeros(2, 2)))
+    with pytest.raises(ValueError, match="bonus.*0 optimizers"):
+        train.split_parameters(model)
+
+
+@pytest.mark.parametrize("shape", [(32, 32), (64, 32), (32, 64)])
+def test_orthogonalise_against_the_svd(shape):
+    """Newton-Schulz keeps the singular vectors and moves singular values near 1, for each matrix of a stack by itself."""
+    g = torch.randn(3, *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    x = train.orthogonalise(g * torch.tensor([1e-3, 1.0, 1e3])[:, None, None])
+    U, S, Vh = torch.linalg.svd(g, full_matrices=False)
+    sigma = U.mT @ x @ Vh.mT                                            # diagonal, if the singular vectors are kept
+    diagonal = sigma.diagonal(dim1=1, dim2=2)
+    assert (sigma - torch.diag_embed(diagonal)).abs().max() < 1e-9
+    assert diagonal[S > 0.05 * S.amax(1, keepdim=True)].min() > 0.6 and diagonal.max() < 1.25
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_muon_against_torch(dtype):
+    """Several steps of Muon are those of torch.optim.Muon, up to bfloat16, with the gradients left alone."""
+    shapes = [(16, 16), (16, 16), (32, 16), (16, 32)]
+    generator = torch.Generator().manual_seed(0)
+    ours = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+    theirs = [torch.nn.Parameter(p.detach().clone()) for p in ours]
+    start = [p.detach().clone() for p in ours]
+    muon = train.Muon(ours, lr=0.05, weight_decay=0.1, dtype=dtype)
+    oracle_muon = torch.optim.Muon(theirs, lr=0.05, weight_decay=0.1, momentum=0.95, nesterov=True)
+    for _ in range(4):
+        for p, q in zip(ours, theirs):
+            p.grad = torch.randn(p.shape, generator=generator)
+            q.grad = p.grad.clone()
+        muon.step()
+        oracle_muon.step()
+        assert all(torch.equal(p.grad, q.grad) for p, q in zip(ours, theirs))
+    for p, q, first in zip(ours, theirs, start):
+        assert (p - q).norm() / (q - first).norm() < 0.02
+
+
+def test_muon_skips_parameters_without_gradient():
+    """A parameter that no loss reached stays as it is, as with torch's own optimizers."""
+    used, unused = (torch.nn.Parameter(torch.ones(4, 4)) for _ in range(2))
+    used.grad = torch.eye(4)
+    train.Muon([used, unused], lr=0.1).step()
+    assert (unused == 1).all() and (used != 1).any()
+
+
+def test_schedule():
+    """Linear warm-up to 1, constant, and the last fifth linearly down to 0.1 in the very last step."""
+    factors = [train.lr_factor(step, 100, 10) for step in range(100)]
+    np.testing.assert_allclose(factors[:10], np.arange(1, 11) / 10)
+    assert factors[10:80] == [1.0] * 70
+    np.testing.assert_allclose(factors[80:], 1 - 0.9 * np.arange(1, 21) / 20)
+
+
+def test_overfits_one_batch():
+    """With the optimizers of train.py a small model learns one batch by heart."""
+    torch.manual_seed(0)
+    config = Config.variant("exoformer-dynamic", **SMALL | dict(n_embd=32))
+    model, idx = ExoFormer(config), tokens(config, 4)
+    options = train.Options(muon_lr=0.02, adamw_lr=0.01, weight_decay=0.0)
+    optimizers = train.make_optimizers(model, options, torch.device("cpu"))
+    for step in range(60):
+        loss = model(idx[:, :-1], idx[:, 1:])[1]
+        model.zero_grad()
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert loss.item() < 0.1 < 2.3 < math.log(11)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Data
+
+def test_data_round_trip(tmp_path):
+    """A file becomes two .bin files of little-endian uint16 that give its bytes again, and a meta.json that fits."""
+    text = bytes(range(256)) * 4 + "Grüße\r\n".encode()
+    (tmp_path / "my text.txt").write_bytes(text)
+    assert prepare.prepare(str(tmp_path / "my text.txt"), tmp_path)["name"] == "my text"
+    meta = json.loads((tmp_path / "my text" / "meta.json").read_text(encoding="utf-8"))
+    raw = {split: (tmp_path / "my text" / f"{split}.bin").read_bytes() for split in ("train", "val")}
+    assert b"".join(raw.values()) == b"".join(bytes((byte, 0)) for byte in text)
+    assert meta["tokens"] == {"train": len(text) * 9 // 10, "val": len(text) - len(text) * 9 // 10}
+    assert meta["sha256"] == {split: hashlib.sha256(content).hexdigest() for split, content in raw.items()}
+    assert (meta["vocab_size"], meta["tokenizer"]) == (256, "bytes")
+    assert sorted(path.name for path in (tmp_path / "my text").iterdir()) == ["meta.json", "train.bin", "val.bin"]
+    _, split, _ = prepare.load("my text", 8, tmp_path)
+    x, y = split.windows(np.array([0, 100]))
+    assert bytes(x[1].tolist()) == text[100:108] and bytes(y[1].tolist()) == text[101:109]
+
+
+def test_stdlib_split(tmp_path):
+    """Whole files, sorted by path, every tenth to val; tests and installed packages out, Windows newlines made alike."""
+    for i in range(20):
+        (tmp_path / f"m{i:02}.py").write_bytes(b"%d\r\n" % i)
+    for folder in ("test", "site-packages", "encodings"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "a.py").write_bytes(b"no")
+    train_text, val_text = prepare.stdlib(tmp_path)
+    assert val_text == b"9\n19\n" and train_text == b"".join(b"%d\n" % i for i in range(20) if i not in (9, 19))
+
+
+@pytest.fixture
+def server(tmp_path):
+    """A folder and its address on a local HTTP server."""
+    (tmp_path / "served").mkdir()
+    quiet = type("Quiet", (http.server.SimpleHTTPRequestHandler,), {"log_message": lambda *_: None})
+    handler = lambda *args: quiet(*args, directory=str(tmp_path / "served"))                            # noqa: E731
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as httpd:
+        threading.Thread(target=httpd.serve_forever, daemon=True).start()
+        yield tmp_path / "served", f"http://127.0.0.1:{httpd.server_port}"
+        httpd.shutdown()
+
+
+def test_shakespeare_by_download(tmp_path, server, monkeypatch):
+    """A download that has the right hash becomes a data set; a wrong one or none leaves no file and says what to do."""
+    served, address = server
+    text = b"To be, or not to be. " * 50
+    (served / "input.txt").write_bytes(text)
+    monkeypatch.setattr(prepare, "SHAKESPEARE_URL", f"{address}/input.txt")
+    with pytest.raises(prepare.UserError, match="SHA-256"):
+        prepare.prepare("shakespeare", tmp_path / "wrong")
+    monkeypatch.setattr(prepare, "SHAKESPEARE_SHA256", hashlib.sha256(text).hexdigest())
+    monkeypatch.setattr(prepare, "SHAKESPEARE_URL", f"{address}/missing.txt")
+    with pytest.raises(prepare.UserError, match="by hand, save it as"):
+        prepare.prepare("shakespeare", tmp_path / "wrong")
+    assert not (tmp_path / "wrong").exists()
+    monkeypatch.setattr(prepare, "SHAKESPEARE_URL", f"{address}/input.txt")
+    assert prepare.prepare("shakespeare", tmp_path)["tokens"] == {"train": 945, "val": 105}
+    (tmp_path / "by hand" / "shakespeare").mkdir(parents=True)
+    (tmp_path / "by hand" / "shakespeare" / "input.txt").write_bytes(text)
+    monkeypatch.setattr(prepare, "SHAKESPEARE_URL", "http://127.0.0.1:9/nothing")
+    assert prepare.prepare("shakespeare", tmp_path / "by hand")["tokens"]["val"] == 105
+
+
+def test_ids_outside_the_vocabulary_are_caught(tmp_path):
+    """An id the model has no embedding for is an error of the data loader, which names file and id."""
+    meta = prepare.write(tmp_path / "d", b"abc" * 40, b"abc" * 40, "a test")
+    np.full(120, 300, dtype="<u2").tofile(tmp_path / "d" / "val.bin")
+    _, split, val = prepare.load("d", 8, tmp_path)
+    assert meta["vocab_size"] == 256 and split.batch(4, 0, 0)[0].max() < 256
+    with pytest.raises(prepare.UserError, match=r"val\.bin holds the id 300.*vocab_size=256"):
+        val.batch(4, 0, 0)
+
+
+def test_batches_depend_on_seed_and_step_alone(tmp_path):
+    """A batch is a pure function of (seed, step), reaches both ends of the split, and evaluation takes fixed windows."""
+    prepare.write(tmp_path / "d", bytes(range(20)), bytes(range(100)), "a test")
+    _, split, val = prepare.load("d", 8, tmp_path)
+    np.random.seed(0)
+    first = split.batch(4, 1, 2)[0]
+    np.random.seed(1)
+    assert (split.batch(4, 1, 2)[0] == first).all()
+    assert (split.batch(4, 1, 3)[0] != first).any() and (split.batch(4, 2, 2)[0] != first).any()
+    x, y = split.batch(1000, 0, 0)
+    assert x.min() == 0 and y.max() == 19 and (y == x + 1).all()
+    windows = [np.concatenate([y for _, y in val.fixed(10, size)]) for size in (3, 10)]
+    assert (windows[0] == windows[1]).all() and windows[0].shape == (10, 8) and windows[0].max() == 99
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Training
+
+TINY = ["--device=cpu", "--n_layer=2", "--n_head=2", "--n_embd=32", "--block_size=16", "--batch_size=4", "--eval_iters=8",
+        "--warmup_iters=2", "--log_interval=1", "--eval_interval=10", "--max_new_tokens=20", "--dtype=float32"]
+
+
+@pytest.fixture
+def lab(tmp_path, monkeypatch):
+    """An empty folder with a data set "d", and a way to run train.py in it: run(*flags) -> rows of log.csv."""
+    prepare.write(tmp_path / "d", b"the quick brown fox. " * 200, b"the quick brown fox. " * 20, "a test")
+    monkeypatch.setattr(train, "load_data", lambda name, block_size: prepare.load(name, block_size, tmp_path))
+    monkeypatch.chdir(tmp_path)
+
+    def run(*flags, out="out"):
+        assert train.main([*TINY, "--dataset=d", f"--out_dir={out}", *flags]) == 0
+        with open(tmp_path / out / "log.csv", newline="") as file:
+            return list(csv.DictReader(file))
+    return run
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_twenty_steps_lower_the_loss(lab, capsys, variant):
+    """Twenty steps of train.py lower the loss of every variant; log, checkpoint, sample and last evaluation are there."""
+    rows = lab(f"--variant={variant}", "--max_iters=20")
+    assert [int(row["step"]) for row in rows] == list(range(1, 21))
+    assert float(rows[0]["train_loss"]) == pytest.approx(math.log(256), abs=0.01)
+    assert float(rows[-1]["train_loss"]) < 4.5 and float(rows[-1]["val_loss"]) < 4.5
+    checkpoint = torch.load("out/checkpoint.pt", weights_only=True)
+    assert checkpoint["step"] == 20 and checkpoint["val_loss"] == float(rows[-1]["val_loss"])
+    assert Config(**checkpoint["config"]) == Config.variant(variant, n_layer=2, n_head=2, n_embd=32, block_size=16)
+    assert f"validation loss {checkpoint['val_loss']:.4f}" in capsys.readouterr().out
+
+
+def test_axes_reach_the_model(lab):
+    """The flags for the design's axes and sizes build the model they name."""
+    lab("--max_iters=1", "--variant=exoformer", "--mix=vg", "--granularity=headwise", "--anchor_norm=v",
+        "--post_norm=qkv", "--anchor_layer=1")
+    config = Config(**torch.load("out/checkpoint.pt", weights_only=True)["config"])
+    assert (config.mix, config.granularity, config.anchor_norm, config.post_norm, config.anchor_layer) == (
+        "vg", "headwise", "v", "qkv", 1)
+
+
+def test_evaluation_does_not_touch_training(lab):
+    """The losses are the same, bit for bit, however often validation runs."""
+    often, once = ([row["train_loss"] for row in lab("--max_iters=12", f"--eval_interval={k}")] for k in (2, 1000))
+    assert often == once
+
+
+def test_accumulation_equals_a_larger_batch(lab):
+    """4 micro-batches of 2 train and log as one batch of 8: both losses and gradients are means."""
+    def losses(*flags):
+        return [(float(row["train_loss"]), float(row["grad_norm"])) for row in lab("--max_iters=4", "--adamw_lr=0.001", *flags)]
+    np.testing.assert_allclose(losses("--batch_size=2", "--gradient_accumulation_steps=4"), losses("--batch_size=8"), rtol=1e-4)
+
+
+def test_resume_equals_the_unbroken_run(lab, monkeypatch):
+    """A run stopped after a checkpoint and resumed ends with the weights of the unbroken run, bit for bit."""
+    lab("--max_iters=20", out="whole")
+    save = train.save
+
+    def save_and_stop(path, checkpoint):
+        save(path, checkpoint)
+        raise KeyboardInterrupt
+    monkeypatch.setattr(train, "save", save_and_stop)
+    with pytest.raises(KeyboardInterrupt):
+        lab("--max_iters=20")
+    monkeypatch.setattr(train, "save", save)
+    rows = lab("--max_iters=20", "--init_from=resume")
+    assert [int(row["step"]) for row in rows][-10:] == list(range(11, 21))
+    whole, resumed = (torch.load(f"{out}/checkpoint.pt", weights_only=True)["model"] for out in ("whole", "out"))
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+def test_compile_failure_is_a_warning(lab, monkeypatch, capsys):
+    """Where torch.compile fails, which it does at the first call, one warning is printed and training goes on in eager."""
+    def broken(model):
+        def call(*_):
+            raise RuntimeError("no compiler\nhere")
+        return call
+    monkeypatch.setattr(torch, "compile", broken)
+    assert len(lab("--max_iters=2", "--compile")) == 2
+    assert capsys.readouterr().err.count("torch.compile failed, going on without it: no compiler\n") == 1
+
+
+def test_nothing_touches_cuda_on_the_cpu(lab, monkeypatch):
+    """--device=cpu runs without a single CUDA query."""
+    for name in ("is_available", "get_device_capability", "is_bf16_supported", "synchronize", "current_device"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: pytest.fail("CUDA was touched"))
+    lab("--max_iters=1", "--dtype=auto")
+
+
+def test_sample_streams_a_continuation(lab, capsys):
+    """--sample prints the prompt and new text by the checkpoint; the same seed prints the same text."""
+    lab("--max_iters=2")
+    capsys.readouterr()
+    texts = []
+    for _ in range(2):
+        assert train.main(["--sample=the qüick", "--out_dir=out", "--max_new_tokens=30", "--device=cpu"]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] and texts[0].startswith("the qüick") and len(texts[0]) > 15
+
+
+@pytest.mark.parametrize("flags, words", [
+    ("--n_layr=3", "--n_layr=3 --n_layer"),
+    ("--batch_size=many", "batch_size int 'many'"),
+    ("--compile=perhaps", "compile boolean 'perhaps'"),
+    ("--batch_size=0", "--batch_size=0 1"),
+    ("--muon_lr=nan", "--muon_lr=nan 0"),
+    ("--variant=exofromer", "exofromer 'exoformer'"),
+    ("--n_head=5", "n_embd=32 n_head=5"),
+    ("--dataset=nowhere", "nowhere prepare.py"),
+    ("--block_size=5000", "train.bin 4200 5001"),
+    ("--device=cuda", "--device=cuda --device=cpu"),
+    ("--device=abacus", "--device=abacus cuda:N"),
+    ("--dtype=float8", "--dtype=float8 bfloat16"),
+    ("--init_from=gpt2", "--init_from=gpt2 resume"),
+    ("--init_from=resume --out_dir=empty", "empty train"),
+    ("--sample=x --out_dir=empty", "empty train"),
+    ("--adamw_lr=1e38", "loss nan adamw_lr"),
+])
+def test_user_errors_are_one_line(lab, capsys, monkeypatch, flags, words):
+    """A user's mistake prints one line on stderr with the value and the remedy, exit code 2, no traceback."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(train, "tqdm", lambda steps, **_: tqdm(steps, disable=True))
+    assert train.main([*TINY, "--dataset=d", *flags.split()]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and all(word in error for word in words.split()), error
+
+
+def test_bfloat16_only_where_native(monkeypatch):
+    """bfloat16 by default only where the hardware has it: compute capability 8, or AVX-512 with BF16 on a CPU."""
+    cuda, cpu = torch.device("cuda", 0), torch.device("cpu")
+    for capability, native in (((7, 5), False), ((8, 0), True), ((9, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)
+        assert train.native_bfloat16(cuda) == native
+    for level, flag, native in (("AVX512", True, True), ("AVX2", True, False), ("AVX512", False, False)):
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda level=level: level)
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda flag=flag: flag)
+        assert train.native_bfloat16(cpu) == native
+        assert train.make_autocast("auto", cpu)._enabled == native and train.make_autocast("bfloat16", cpu)._enabled
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The worked example and the README
+
+def run_worked_example(monkeypatch, broken=None):
+    """worked_example.py's exit code, with exoformer.py changed by `broken` = (old, new) text."""
+    if broken:
+        source = (ROOT / "exoformer.py").read_text(encoding="utf-8")
+        assert source.count(broken[0]) == 1, f"{broken[0]!r} is not, or not once, in exoformer.py"
+        module = types.ModuleType("exoformer")
+        monkeypatch.setitem(sys.modules, "exoformer", module)
+        exec(compile(source.replace(*broken), "exoformer.py", "exec"), module.__dict__)
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(ROOT / "worked_example.py"), run_name="__main__")
+    return end.value.code
+
+
+def test_worked_example_comes_out(monkeypatch, capsys):
+    """The worked example agrees with itself and with every figure of the walkthrough."""
+    assert run_worked_example(monkeypatch) == 0
+    out = capsys.readouterr().out
+    assert all(figure in out for figure in ("3.536", "0.849", "1.131", "0.886", "0.598", "0.709", "0.679", "0.355", "0.170"))
+
+
+@pytest.mark.parametrize("old, new", [
+    ("lam1 * anchors[s], lam2 * own[s]", "lam2 * anchors[s], lam1 * own[s]"),
+    ("return normalise(self.norm, anchors)", "return anchors"),
+    ("gamma[2 * i] * from_anchor, gamma[2 * i + 1] * from_own", "gamma[2 * i + 1] * from_anchor, gamma[2 * i] * from_own"),
+    ("mixed = normalise(self.norm, mixed)", "pass"),
+    ("a * cos - b * sin, b * cos + a * sin", "a * cos + b * sin, b * cos - a * sin"),
+    ("q, k, v = rope(mixed[\"q\"], *cos_sin)", "q, k, v = mixed[\"q\"]"),
+    ("is_causal=past == 0", "is_causal=False"),
+    ("u = u * mixed[\"g\"].sigmoid()", "u = u * own[\"g\"].sigmoid()"),
+    ("u = u * mixed[\"g\"].sigmoid()", "pass"),
+    ("self.attn(self.attn_norm(h)", "self.attn(h"),
+    ("F.gelu(self.W1(x))", "F.relu(self.W1(x))"),
+])
+def test_worked_example_notices_a_broken_model(monkeypatch, capsys, old, new):
+    """Mixing, norms, γ, RoPE, mask or gate broken in exoformer.py: the example exits non-zero and names a step."""
+    assert run_worked_example(monkeypatch, (old, new)) == 1
+    assert "DISAGREES at" in capsys.readouterr().err
+
+
+def test_readme_names_exist():
+    """Every name that the README's map from paper to code gives exists in the file it is said to be in."""
+    rows = re.findall(r"^\|.*\| `(\w+\.py)` \| (.*) \|$", (ROOT / "README.md").read_text(encoding="utf-8"), re.M)
+    names = [(file, name) for file, cell in rows for name in re.findall(r"`([\w.]+)`", cell)]
+    assert len(names) > 20
+    for file, dotted in names:
+        thing = {"exoformer.py": exoformer, "train.py": train, "prepare.py": prepare}[file]
+        model = ExoFormer(CASES["exoformer-dynamic"])
+        instances = {type(module).__name__: module for module in model.modules()} | {"Config": model.config}
+        for part in dotted.split("."):
+            thing = getattr(instances.get(getattr(thing, "__name__", ""), thing), part)
+
+
+def test_ci_runs_the_readme():
+    """The test command of CI is taken from the README, which has exactly two set-up commands, for this file and train.py."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    commands = re.findall(r"^python3 -m venv .*$", readme, re.M)
+    assert [command.split()[-1] for command in commands] == ["train.py", "test_exoformer.py"]
+    shown = subprocess.run(["bash", ROOT / ".ci" / "run", "--show"], capture_output=True, text=True, check=True).stdout
+    assert shlex.split(shown) == shlex.split(commands[1])
