@@ -5,8 +5,8 @@ ExoFormer: a transformer whose layers mix their attention projections with ancho
 
 Reads top to bottom: Config -> primitives -> anchors -> mixing -> attention -> feed-forward -> block -> model.
 
-Shapes, everywhere: B batch, T positions, d = n_embd, h = n_head, d_h = d / h, N = n_layer, V = vocab_size. S is one of the
-components q, k, v, g (query, key, value, gate logit). Layers count from 1; H_0 is the embedding output, H_n layer n's.
+Shapes, everywhere: B batch, T positions, d = n_embd, h = n_head, d_h = d / h, N = n_layer, V = vocab_size; S is one of
+q, k, v, g (query, key, value, gate logit). Layers count from 1; H_0 is the embedding output, H_n that of layer n.
 
     H_0    = Embed(tokens)                                          # no position information in it
     S_anc  = H_0 W_anc^S                                            # Anchor: once, for all layers
@@ -67,10 +67,6 @@ class Config:
     norm_eps: float = 1e-6              # ε of every RMSNorm
 
     def __post_init__(self):
-        def require(ok, message):
-            if not ok:
-                raise ValueError(message)
-
         for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd"):
             value = getattr(self, name)
             require(isinstance(value, int) and value > 0, f"{name}={value!r}: expected a positive integer")
@@ -84,29 +80,24 @@ class Config:
         one_of("post_norm", self.post_norm, ("qk", "qkv", "qkvg"))
 
         k, N, d, h = self.anchor_layer, self.n_layer, self.n_embd, self.n_head
-        require(d % h == 0, f"n_embd={d} does not divide by n_head={h}: heads share the width evenly, change either")
-        require(d // h % 2 == 0, f"n_embd={d} with n_head={h}: heads of odd width {d // h}, but RoPE rotates pairs of "
-                                 "channels, make n_embd / n_head even")
-        require(self.rope_theta > 0, f"rope_theta={self.rope_theta}: expected a positive base")
+        require(d % h == 0, f"n_embd={d} with n_head={h}: heads share the width, make n_embd a multiple of n_head")
+        require(d // h % 2 == 0, f"n_embd={d} with n_head={h}: RoPE pairs channels, make n_embd / n_head even")
+        require(self.rope_theta > 0, f"rope_theta={self.rope_theta}: expected a positive number")
         require(self.norm_eps >= 0, f"norm_eps={self.norm_eps}: expected zero or more")
-        require(self.gate or "g" not in self.post_norm,
-                f"post_norm={self.post_norm!r} with gate={self.gate}: no gate logits, set gate=True or drop the g")
-        require(self.anchor == "exogenous" or k == 0,
-                f"anchor_layer={k} with anchor={self.anchor!r}: only exogenous anchors read H_k, set anchor_layer=0")
-        if self.anchor == "none":
-            require(not self.dynamic, "dynamic=True with anchor='none': no λ to multiply, choose an anchor or dynamic=False")
-            return
-        require(isinstance(k, int) and 0 <= k < N,
-                f"anchor_layer={k} with n_layer={N}: no layer is left to mix, choose 0 <= anchor_layer < n_layer")
-        require(self.anchor != "internal" or N > 1,
-                f"anchor='internal' with n_layer={N}: layer 1 is the anchor and mixes nothing, use two layers or more")
-        require(self.mix, f"mix={self.mix!r} with anchor={self.anchor!r}: name components to mix, or set anchor='none'")
-        require(self.gate or "g" not in self.mix,
-                f"mix={self.mix!r} with gate={self.gate}: no gate logits to mix, set gate=True or drop the g")
+        require(isinstance(k, int) and 0 <= k < N, f"anchor_layer={k} with n_layer={N}: no layer is left to mix, "
+                                                   "choose 0 <= anchor_layer < n_layer")
+        require(self.anchor == "exogenous" or k == 0, f"anchor_layer={k} with anchor={self.anchor!r}: only exogenous "
+                                                      "anchors read an H_k, set anchor_layer=0")
+        require(self.anchor != "internal" or N > 1, f"anchor='internal' with n_layer={N}: no layer mixes, add one")
+        require(self.anchor != "none" or not self.dynamic, "dynamic=True with anchor='none': set an anchor")
+        require(self.anchor == "none" or self.mix, f"mix='' with anchor={self.anchor!r}: name components to mix")
+        for name in ("post_norm",) if self.anchor == "none" else ("post_norm", "mix"):
+            require(self.gate or "g" not in getattr(self, name),
+                    f"{name}={getattr(self, name)!r} with gate=False: there is no g, set gate=True or drop the letter")
 
     @classmethod
     def variant(cls, name: str, **overrides) -> "Config":
-        """The system `name` of VARIANTS with `overrides` of any field. Raises ValueError for an unknown name of either."""
+        """The system `name` of VARIANTS with some fields changed. Raises ValueError for an unknown name of either."""
         one_of("variant", name, VARIANTS)
         for key in overrides:
             one_of("setting", key, [field.name for field in fields(cls)])
@@ -117,12 +108,15 @@ class Config:
         return self.anchor != "none" and layer > (1 if self.anchor == "internal" else self.anchor_layer)
 
 
+def require(ok, message: str) -> None:
+    if not ok:
+        raise ValueError(message)
+
+
 def one_of(name: str, value: str, choices) -> None:
-    """Raise ValueError, with the nearest match, unless `value` is one of `choices`."""
-    if value not in choices:
-        near = get_close_matches(str(value), choices, 1, cutoff=0.4)
-        hint = f", did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"{name}={value!r}: expected one of {', '.join(choices)}{hint}")
+    near = get_close_matches(str(value), choices, 1, cutoff=0.4)
+    require(value in choices, f"{name}={value!r}: expected one of {', '.join(choices)}"
+                              + (f", did you mean {near[0]!r}?" if near else ""))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -140,7 +134,7 @@ class RMSNorm(nn.Module):
 
 
 def rope_table(block_size: int, d_h: int, theta: float) -> Tensor:
-    """cos and sin of  angle = position · θ^(−2i/d_h),  [2, block_size, 1, d_h/2]; float64 first: float32 angles drift."""
+    """cos and sin of angle = position · θ^(−2i/d_h): [2, block_size, 1, d_h/2], from float64: float32 angles drift."""
     frequency = theta ** (-torch.arange(0, d_h, 2, dtype=torch.float64) / d_h)
     angle = torch.outer(torch.arange(block_size, dtype=torch.float64), frequency)
     return torch.stack((angle.cos(), angle.sin())).unsqueeze(2).float()
@@ -178,7 +172,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Anchors and mixing. A dict {"q": ..., "k": ..., ...} holds the components, a ModuleDict with the same keys their weights
+# Anchors and mixing: {"q": ..., "k": ..., ...} holds the components, a ModuleDict with the same keys their weights
 
 def project(proj: nn.ModuleDict, x: Tensor, h: int) -> dict[str, Tensor]:
     """S = x W^S for each component in proj, in heads: x [B, T, d] -> {s: [B, T, h, d_h]}."""
@@ -198,7 +192,7 @@ class Anchor(nn.Module):
         d, self.h, norms = config.n_embd, config.n_head, (s for s in config.mix if s in config.anchor_norm)
         exogenous = config.mix if config.anchor == "exogenous" else ""
         self.proj = nn.ModuleDict({s: nn.Linear(d, d, bias=False) for s in exogenous})                  # W_anc^S
-        self.norm = nn.ModuleDict({s: RMSNorm(d // self.h, config.norm_eps) for s in norms})            # one for all layers
+        self.norm = nn.ModuleDict({s: RMSNorm(d // self.h, config.norm_eps) for s in norms})            # for all layers
 
     def forward(self, source: Tensor | dict[str, Tensor]) -> dict[str, Tensor]:
         # S_anc = H_k W_anc^S, k = 0 by default (exogenous), or layer 1's S_1 = X_1 W_1^S as they are (internal)
@@ -213,7 +207,7 @@ class Mixing(nn.Module):
         super().__init__()
         d, h, m = config.n_embd, config.n_head, len(config.mix)
         shape = {"scalar": (1, 1), "headwise": (h, 1), "elementwise": (h, d // h)}[config.granularity]  # meets [h, d_h]
-        self.lam = nn.ParameterDict((s, nn.Parameter(torch.empty(2, *shape))) for s in config.mix)      # a dict is sorted
+        self.lam = nn.ParameterDict((s, nn.Parameter(torch.empty(2, *shape))) for s in config.mix)    # a dict is sorted
         self.dynamic = config.dynamic
         if config.dynamic:
             self.W1 = nn.Linear(d, 16, bias=False)
@@ -247,7 +241,7 @@ class Attention(nn.Module):
         d, self.h, d_h = config.n_embd, config.n_head, config.n_embd // config.n_head
         self.proj = nn.ModuleDict({s: nn.Linear(d, d, bias=False) for s in ("qkvg" if config.gate else "qkv")})  # W_n^S
         self.mix = Mixing(config) if config.mixes(layer) else None
-        self.norm = nn.ModuleDict({s: RMSNorm(d_h, config.norm_eps) for s in config.post_norm})         # QKNorm, at least
+        self.norm = nn.ModuleDict({s: RMSNorm(d_h, config.norm_eps) for s in config.post_norm})         # QKNorm or more
         self.out = nn.Linear(d, d, bias=False)                                                          # W_n^O
 
     def forward(self, x: Tensor, anchors: dict | None, cos_sin: tuple, cache: Cache | None) -> tuple[Tensor, dict]:
@@ -343,7 +337,7 @@ class ExoFormer(nn.Module):
 
     def forward(self, idx: Tensor, targets: Tensor | None = None,
                 cache: list[Cache] | None = None) -> tuple[Tensor, Tensor | None]:
-        """Next-token logits [B, T, V] for idx, int64 [B, T]; with `targets` [B, T] also their mean cross-entropy, in nats.
+        """Next-token logits [B, T, V] for idx, int64 [B, T], with `targets` [B, T] also the mean cross-entropy in nats.
 
         `cache` (from `new_cache`) holds the positions before idx and takes these in. Raises ValueError for a sequence
         longer than block_size and for targets of another shape. Ids must lie in [0, V): that is checked where they
@@ -367,7 +361,7 @@ class ExoFormer(nn.Module):
         logits = self.head(self.norm(h))                                                    # [B, T, V]
         if targets is None:
             return logits, None
-        exact = logits.to(torch.promote_types(logits.dtype, torch.float32))                 # bfloat16 is too coarse here
+        exact = logits.to(torch.promote_types(logits.dtype, torch.float32))                 # bfloat16 is too coarse
         return logits, F.cross_entropy(exact.flatten(0, 1), targets.flatten())
 
     def new_cache(self) -> list[Cache]:
@@ -385,22 +379,18 @@ class ExoFormer(nn.Module):
         between half a block and a block. Raises ValueError, at the first token, for arguments that mean nothing.
         """
         V, block_size = self.config.vocab_size, self.config.block_size
-        if idx.ndim != 2 or idx.size(1) == 0:
-            raise ValueError(f"prompt of shape {list(idx.shape)}: expected [B, T] with T >= 1, give at least one token")
-        if not 0 <= int(idx.min()) <= int(idx.max()) < V:
-            raise ValueError(f"prompt ids {int(idx.min())} to {int(idx.max())}: expected ids from 0 to vocab_size - 1 = {V - 1}")
-        if max_new_tokens < 0:
-            raise ValueError(f"max_new_tokens={max_new_tokens}: expected 0 or more")
-        if not 0 <= temperature < float("inf"):
-            raise ValueError(f"temperature={temperature}: expected a finite number, 0 (greedy) or more")
-        if top_k is not None and top_k < 1:
-            raise ValueError(f"top_k={top_k}: expected 1 or more, or None for the whole vocabulary")
+        require(idx.ndim == 2 and idx.numel(), f"prompt of shape {list(idx.shape)}: expected [B, T] with T >= 1")
+        low, high = int(idx.min()), int(idx.max())
+        require(0 <= low and high < V, f"prompt ids {low} to {high}: expected 0 to vocab_size - 1 = {V - 1}")
+        require(max_new_tokens >= 0, f"max_new_tokens={max_new_tokens}: expected 0 or more")
+        require(0 <= temperature < float("inf"), f"temperature={temperature}: expected 0 (greedy) or more, and finite")
+        require(top_k is None or top_k >= 1, f"top_k={top_k}: expected 1 or more, or None for the whole vocabulary")
 
         cache, chunk = self.new_cache(), idx[:, -block_size:]           # chunk: what the cache has not seen
         context = chunk
         for _ in range(max_new_tokens):
-            if cache[0].length + chunk.size(1) > block_size:            # full: a sliding cache would differ in deep layers
-                context = context[:, -((block_size + 1) // 2):]
+            if cache[0].length + chunk.size(1) > block_size:            # full; to drop the oldest entries would not do:
+                context = context[:, -((block_size + 1) // 2):]         # deep ones depend on tokens no longer there
                 cache, chunk = self.new_cache(), context
             logits = self(chunk, cache=cache)[0][:, -1].float()         # [B, V]
             if temperature == 0:

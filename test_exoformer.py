@@ -179,7 +179,7 @@ def test_parameter_counts(config):
 
 
 def test_flops_per_token():
-    """FLOPs are 6 per matrix weight, embedding aside, and 12 N d T for attention; anchors are 4/(11 N) of the layers'."""
+    """FLOPs are 6 per matrix weight but the embedding's, and 12 N d T for attention; anchors add 4/(11 N)."""
     sizes = dict(n_layer=32, n_head=2, n_embd=64, block_size=16, vocab_size=10)
     exo, gated = (ExoFormer(Config.variant(name, **sizes)).flops_per_token() for name in ("exoformer", "gated"))
     assert gated == 6 * (32 * 11 * 64**2 + 10 * 64) + 12 * 32 * 64 * 16
@@ -207,7 +207,7 @@ def test_neutral_mix_is_the_model_without_anchor(case):
     """λ = (0, 1) gives `gated`, or `base` where there is no gate, exactly."""
     model = make(CASES[case])
     plain = ExoFormer(replace(model.config, anchor="none", anchor_layer=0)).double()
-    plain.load_state_dict({name: p for name, p in model.state_dict().items() if "anchor" not in name and ".mix." not in name})
+    plain.load_state_dict({name: p for name, p in model.state_dict().items() if name in plain.state_dict()})
     idx = tokens(model.config)
     assert (model(idx)[0] - plain(idx)[0]).abs().max() > 1e-3
     with torch.no_grad():
@@ -240,11 +240,10 @@ def test_causality(config):
         assert difference[:t].max() == 0 and difference[t] > 1e-4
 
 
-@every_case
-def test_anchor_gradient_comes_from_every_mixing_layer(config):
+@pytest.mark.parametrize("case", [name for name, config in CASES.items() if config.anchor == "exogenous"])
+def test_anchor_gradient_comes_from_every_mixing_layer(case):
     """The anchor's gradient is the sum over the layers that mix, each of which contributes."""
-    if config.anchor != "exogenous":
-        pytest.skip("no matrices of its own")
+    config = CASES[case]
     model, idx = make(config), tokens(config)
     weight = model.anchor.proj["v"].weight
     mixing = [block.attn.mix for block in model.blocks if block.attn.mix]
@@ -334,7 +333,7 @@ def test_anchors_of_H_k(k):
     (dict(rope_theta=0.0), "rope_theta=0.0"),
 ])
 def test_impossible_settings_raise(change, words):
-    """A setting that cannot work is a ValueError that names the values; an unknown name comes with its nearest match."""
+    """A setting that cannot work is a ValueError that names the values; an unknown name gets its nearest match."""
     with pytest.raises(ValueError) as error:
         Config(**SMALL | change)
     assert all(word in str(error.value) for word in words.split()) and "\n" not in str(error.value)
@@ -377,7 +376,7 @@ def test_config_survives_a_round_trip():
 
 
 def test_initialisation():
-    """Fresh weights: W^O, W_down, head, W2 and b zero, gains 1, λ 0.5 (dynamic 1), the rest normal, cut at 3 σ = 0.06."""
+    """Fresh weights: W^O, W_down, head, W2 and b zero, gains 1, λ 0.5 (dynamic 1), the rest normal, cut at 0.06."""
     for name in VARIANTS:
         torch.manual_seed(0)
         model = ExoFormer(Config.variant(name, n_layer=2, n_head=2, n_embd=64))
@@ -424,7 +423,7 @@ def test_uninitialised_parameter_raises():
 
 
 def test_rope_table():
-    """cos² + sin² = 1, angles as in float64 at position 4095, and no two positions alike (in bfloat16 they would be)."""
+    """cos² + sin² = 1, angles as in float64 at position 4095, and no two positions alike, as in bfloat16."""
     cos, sin = exoformer.rope_table(4096, 64, 500_000.0).squeeze(2).unbind()
     torch.testing.assert_close(cos**2 + sin**2, torch.ones(4096, 32))
     for i in (0, 1, 31):
@@ -440,7 +439,7 @@ def test_rope_depends_on_distance_alone():
     q, k = exoformer.rope(q, cos, sin)[0, :, 0], exoformer.rope(k, cos, sin)[0, :, 0]
     scores = q @ k.T
     for distance in range(5):
-        torch.testing.assert_close(scores.diagonal(distance), scores[0, distance].expand(16 - distance), rtol=0, atol=1e-6)
+        assert (scores.diagonal(distance) - scores[0, distance]).abs().max() < 1e-6
     assert (scores[0] - scores[0, 0]).abs()[1:].min() > 1e-3
 
 
@@ -448,7 +447,8 @@ def test_rope_table_keeps_float32():
     """The table survives .bfloat16(), .double(), .to() and deepcopy unrounded, and is not in the state dict."""
     model = ExoFormer(CASES["exoformer"])
     table = model.rope.clone()
-    for other in (copy.deepcopy(model).bfloat16(), copy.deepcopy(model).to(torch.float16), copy.deepcopy(model).double()):
+    for cast in (lambda m: m.bfloat16(), lambda m: m.to("cpu", torch.float16), lambda m: m.double()):
+        other = cast(copy.deepcopy(model))
         assert other.rope.dtype == torch.float32 and torch.equal(other.rope, table)
     assert not any("rope" in key for key in model.state_dict())
 
@@ -479,7 +479,7 @@ def test_compiles_in_one_graph(config):
     assert all(p.grad is not None for p in model.parameters())
 
 
-@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="the default backend needs a C++ compiler")
+@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler")
 def test_compiles_with_the_default_backend():
     """The default backend gives the eager model's loss, also under autocast, and leaves the parameters' names alone."""
     torch._dynamo.reset()
@@ -506,7 +506,7 @@ def test_cached_logits_equal_uncached(config, batch):
 
 
 def test_forward_refuses_what_it_cannot_do():
-    """A sequence longer than block_size, cached tokens included, and targets of another shape are errors that say so."""
+    """A sequence longer than block_size, cached tokens included, and targets of another shape are errors."""
     model, idx = make(CASES["exoformer"]), tokens(CASES["exoformer"], length=13)
     with pytest.raises(ValueError, match="13 tokens.*block_size=12"):
         model(idx)
@@ -578,7 +578,7 @@ def test_sampling_draws_from_the_model():
 
 
 @pytest.mark.parametrize("arguments, message", [
-    (dict(idx=torch.zeros(1, 0, dtype=torch.long)), "at least one token"),
+    (dict(idx=torch.zeros(1, 0, dtype=torch.long)), "T >= 1"),
     (dict(idx=torch.zeros(3, dtype=torch.long)), r"shape \[3\]"),
     (dict(idx=torch.tensor([[0, 11]])), "0 to 11.*= 10"),
     (dict(idx=torch.tensor([[-1, 3]])), "-1 to 3"),
@@ -612,7 +612,7 @@ def test_each_parameter_has_one_optimizer():
 
 @pytest.mark.parametrize("shape", [(32, 32), (64, 32), (32, 64)])
 def test_orthogonalise_against_the_svd(shape):
-    """Newton-Schulz keeps the singular vectors and moves singular values near 1, for each matrix of a stack by itself."""
+    """Newton-Schulz keeps the singular vectors and moves singular values near 1, each matrix of a stack by itself."""
     g = torch.randn(3, *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     x = train.orthogonalise(g * torch.tensor([1e-3, 1.0, 1e3])[:, None, None])
     U, S, Vh = torch.linalg.svd(g, full_matrices=False)
@@ -696,7 +696,7 @@ def test_data_round_trip(tmp_path):
 
 
 def test_stdlib_split(tmp_path):
-    """Whole files, sorted by path, every tenth to val; tests and installed packages out, Windows newlines made alike."""
+    """Whole files, sorted by path, every tenth to val; no tests, no installed packages; Windows newlines made alike."""
     for i in range(20):
         (tmp_path / f"m{i:02}.py").write_bytes(b"%d\r\n" % i)
     for folder in ("test", "site-packages", "encodings"):
@@ -750,7 +750,7 @@ def test_ids_outside_the_vocabulary_are_caught(tmp_path):
 
 
 def test_batches_depend_on_seed_and_step_alone(tmp_path):
-    """A batch is a pure function of (seed, step), reaches both ends of the split, and evaluation takes fixed windows."""
+    """A batch is a pure function of (seed, step), reaches both ends of the split; evaluation has fixed windows."""
     prepare.write(tmp_path / "d", bytes(range(20)), bytes(range(100)), "a test")
     _, split, val = prepare.load("d", 8, tmp_path)
     np.random.seed(0)
@@ -767,8 +767,8 @@ def test_batches_depend_on_seed_and_step_alone(tmp_path):
 # ---------------------------------------------------------------------------------------------------------------------
 # Training
 
-TINY = ["--device=cpu", "--n_layer=2", "--n_head=2", "--n_embd=32", "--block_size=16", "--batch_size=4", "--eval_iters=8",
-        "--warmup_iters=2", "--log_interval=1", "--eval_interval=10", "--max_new_tokens=20", "--dtype=float32"]
+TINY = ("--device=cpu --dtype=float32 --n_layer=2 --n_head=2 --n_embd=32 --block_size=16 --batch_size=4 --log_interval=1 "
+        "--warmup_iters=2 --eval_interval=10 --eval_iters=8 --max_new_tokens=20").split()
 
 
 @pytest.fixture
@@ -787,7 +787,7 @@ def lab(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_twenty_steps_lower_the_loss(lab, capsys, variant):
-    """Twenty steps of train.py lower the loss of every variant; log, checkpoint, sample and last evaluation are there."""
+    """Twenty steps of train.py lower the loss of every variant; log, checkpoint and last evaluation are there."""
     rows = lab(f"--variant={variant}", "--max_iters=20")
     assert [int(row["step"]) for row in rows] == list(range(1, 21))
     assert float(rows[0]["train_loss"]) == pytest.approx(math.log(256), abs=0.01)
@@ -815,9 +815,10 @@ def test_evaluation_does_not_touch_training(lab):
 
 def test_accumulation_equals_a_larger_batch(lab):
     """4 micro-batches of 2 train and log as one batch of 8: both losses and gradients are means."""
-    def losses(*flags):
-        return [(float(row["train_loss"]), float(row["grad_norm"])) for row in lab("--max_iters=4", "--adamw_lr=0.001", *flags)]
-    np.testing.assert_allclose(losses("--batch_size=2", "--gradient_accumulation_steps=4"), losses("--batch_size=8"), rtol=1e-4)
+    def curve(*flags):
+        return [(float(row["train_loss"]), float(row["grad_norm"])) for row in lab("--max_iters=4", *flags)]
+    accumulated = curve("--batch_size=2", "--gradient_accumulation_steps=4")
+    np.testing.assert_allclose(accumulated, curve("--batch_size=8"), rtol=1e-4)
 
 
 def test_resume_equals_the_unbroken_run(lab, monkeypatch):
@@ -839,7 +840,7 @@ def test_resume_equals_the_unbroken_run(lab, monkeypatch):
 
 
 def test_compile_failure_is_a_warning(lab, monkeypatch, capsys):
-    """Where torch.compile fails, which it does at the first call, one warning is printed and training goes on in eager."""
+    """Where torch.compile fails, which it does at the first call, one warning is printed and training goes on."""
     def broken(model):
         def call(*_):
             raise RuntimeError("no compiler\nhere")
@@ -927,13 +928,13 @@ def test_worked_example_comes_out(monkeypatch, capsys):
     """The worked example agrees with itself and with every figure of the walkthrough."""
     assert run_worked_example(monkeypatch) == 0
     out = capsys.readouterr().out
-    assert all(figure in out for figure in ("3.536", "0.849", "1.131", "0.886", "0.598", "0.709", "0.679", "0.355", "0.170"))
+    assert all(figure in out for figure in "3.536 0.849 1.131 0.886 0.598 0.709 0.679 0.355 0.170".split())
 
 
 @pytest.mark.parametrize("old, new", [
     ("lam1 * anchors[s], lam2 * own[s]", "lam2 * anchors[s], lam1 * own[s]"),
     ("return normalise(self.norm, anchors)", "return anchors"),
-    ("gamma[2 * i] * from_anchor, gamma[2 * i + 1] * from_own", "gamma[2 * i + 1] * from_anchor, gamma[2 * i] * from_own"),
+    ("gamma[2 * i] * from_anchor", "gamma[2 * i + 1] * from_anchor"),
     ("mixed = normalise(self.norm, mixed)", "pass"),
     ("a * cos - b * sin, b * cos + a * sin", "a * cos + b * sin, b * cos - a * sin"),
     ("q, k, v = rope(mixed[\"q\"], *cos_sin)", "q, k, v = mixed[\"q\"]"),
@@ -963,7 +964,7 @@ def test_readme_names_exist():
 
 
 def test_ci_runs_the_readme():
-    """The test command of CI is taken from the README, which has exactly two set-up commands, for this file and train.py."""
+    """CI's command is the README's second of two set-up commands; the first one trains."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     commands = re.findall(r"^python3 -m venv .*$", readme, re.M)
     assert [command.split()[-1] for command in commands] == ["train.py", "test_exoformer.py"]

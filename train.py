@@ -225,7 +225,8 @@ def compiled(model: nn.Module, x: Tensor, y: Tensor, autocast) -> nn.Module:
             loss = net(x, y)[1]
         loss.backward()
     except Exception as error:
-        print(f"warning: torch.compile failed, going on without it: {str(error).strip().splitlines()[0]}", file=sys.stderr)
+        reason = str(error).strip().partition("\n")[0]
+        print(f"warning: torch.compile failed, going on without it: {reason}", file=sys.stderr)
         net = model
     model.zero_grad(set_to_none=True)
     return net
@@ -270,8 +271,8 @@ def load_checkpoint(out_dir: str, device: torch.device) -> tuple[dict, ExoFormer
 
 def make_model(options: Options, vocab_size: int) -> ExoFormer:
     """A fresh model of the variant, sizes and axes that the options name."""
-    names = ("n_layer", "n_head", "n_embd", "block_size", "granularity", "mix", "anchor_norm", "post_norm", "anchor_layer")
-    overrides = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    given = {name: value for name, value in asdict(options).items() if value is not None}
+    overrides = {f.name: given[f.name] for f in fields(Config) if f.name in given}
     try:
         config = Config.variant(options.variant, vocab_size=vocab_size, **overrides)
     except ValueError as error:

@@ -1,12 +1,12 @@
 """
-The paper's walkthrough of one value head, exact, three ways: by hand in NumPy, with exoformer.py's own functions, and with
-a whole ExoFormer whose weights are set so that this is what it computes. Run it: python worked_example.py
+The paper's walkthrough of one value head, exact, three ways: by hand in NumPy, with the functions of exoformer.py, and
+with a whole ExoFormer whose weights are set so that this is what it computes. Run it: python worked_example.py
 
 It prints each step and stops, with exit code 1, at the first that disagrees: the three ways must agree to 1e-6 and lie
-within 0.001 of the figure in the walkthrough. All in float64, d_h = d = 2, one head, all gains 1 and ε = 0.
+within 0.001 of the figure in the walkthrough. All in float64, with d = d_h = 2, one head, all gains 1 and ε = 0.
 
-Two tokens. The second one stands last and asks; its value anchor is (3, 4) and its own value is (1, -1). The first one's
-mixed value is (0, 1). All four components mix, so their projections are chosen backwards, from the mixed result wanted.
+There are two tokens. The second stands last and asks; its value anchor is (3, 4), its own value (1, -1). The first
+one's mixed value is (0, 1). All four components mix; their projections are found backwards, from the mix wanted.
 """
 
 import math
@@ -105,11 +105,11 @@ def by_functions(own):
 
 @torch.no_grad()
 def build(own, variant="exoformer", lam=None):
-    """A whole model, freshly made, whose weights give these anchors and projections; W^O and the head are identities."""
+    """A whole model whose weights give these anchors and projections; W^O and the head are identities."""
     model = ExoFormer(config(variant)).double()
     attn = model.blocks[0].attn
     model.embed.weight.copy_(torch.tensor(EMBED))
-    for s in "qkvg":                                    # rows: EMBED Wᵀ = S, so Wᵀ = EMBED⁻¹ S; the layer reads RMSNorm(H_0)
+    for s in "qkvg":                    # EMBED Wᵀ = S_anc, a row a token, gives Wᵀ; the layer reads RMSNorm(EMBED)
         model.anchor.proj[s].weight.copy_(torch.tensor(np.linalg.solve(EMBED, ANCHOR[s]).T))
         attn.proj[s].weight.copy_(torch.tensor(np.linalg.solve(rms_norm(EMBED), own[s]).T))
         attn.mix.lam[s].copy_(torch.tensor(lam or LAM[s]).view(2, 1, 1))
@@ -122,8 +122,9 @@ def build(own, variant="exoformer", lam=None):
 def run(model, tokens=(0, 1)):
     """model(tokens), and what its parts gave on the way: the anchors, the mix and the input of W^O."""
     seen, attn = {}, model.blocks[0].attn
+    parts = {"raw": model.anchor.proj["v"], "anchor": model.anchor, "mix": attn.mix, "out": attn.out}
     hooks = [part.register_forward_hook(lambda _, inputs, output, name=name: seen.update({name: (inputs, output)}))
-             for name, part in {"raw": model.anchor.proj["v"], "anchor": model.anchor, "mix": attn.mix, "out": attn.out}.items()]
+             for name, part in parts.items()]
     logits = model(torch.tensor([tokens]))[0][0]
     for hook in hooks:
         hook.remove()
@@ -171,9 +172,10 @@ STEPS = [   # key, name, equation, where it lives, the walkthrough's figure
      "softmax(q kᵀ / √d_h),  q, k = RoPE(RMSNorm(Q̂)), RoPE(RMSNorm(K̂))", "attend, rope", (0.8, 0.2)),
     ("retrieved", "retrieved", "U = 0.8 (0.886, 0.598) + 0.2 (0, 1)", "attend", (0.709, 0.679)),
     ("gate", "gate", "σ(Ĝ) = σ(0, -ln 3)", "Attention.forward", (0.5, 0.25)),
-    ("gated", "gated output: positive where the value alone is negative", "U ⊙ σ(Ĝ)", "Attention.forward", (0.355, 0.170)),
+    ("gated", "gated: the second feature is positive, the own value's is not", "U ⊙ σ(Ĝ)", "Attention.forward",
+     (0.355, 0.170)),
     ("first", "the first token's output: it sees only itself", "(0, 1) ⊙ σ(ln 3, 0)", "attend", (0, 0.5)),
-    ("logits", "logits of both tokens, W^O and W_head being identities", "RMSNorm(H_0 + O) W_head", "ExoFormer.forward", None),
+    ("logits", "logits of both tokens, W^O and W_head being 1", "RMSNorm(H_0 + O) W_head", "ExoFormer.forward", None),
 ]
 
 
@@ -193,7 +195,7 @@ def dynamic_half(own):
     show("dynamic, at the start: mixed value with λ = 1, γ = 0.5", "V̂ = (λ1 γ1) ⊙ RMSNorm(V_anc) + (λ2 γ2) ⊙ V",
          "Mixing.forward", None, **{"by hand": mix("v", own["v"], (1, 1), (0.5, 0.5))[1],
                                     "dynamic": start["mixed"]["v"][1], "static, λ=½": static["mixed"]["v"][1]})
-    show("dynamic, at the start: output of the attention", "as the static model with λ = 0.5", "Attention.forward", None,
+    show("dynamic, at the start: O of both tokens", "as in the static model with λ = 0.5", "Attention.forward", None,
          static=static["o"].flatten(), dynamic=start["o"].flatten())
 
     # W1 looks at the second token alone: its first row w has w·x_1 = 0, w·x_2 = 1.  γ = σ(GELU(1) c) = 0.8 wants c:
@@ -208,7 +210,7 @@ def dynamic_half(own):
     mixed = mix("v", own["v"], (1, 1), (v1[:, None], 0.5))
     show("dynamic, one γ pushed: the second token reuses more of its anchor", "V̂ = 0.8 RMSNorm(V_anc) + 0.5 (1, -1)",
          "Mixing.forward", None, **{"by hand": mixed[1], "model": pushed["mixed"]["v"][1]})
-    show("dynamic, one γ pushed: the first token's value stays", "V̂ = 0.5 (1, 1) + 0.5 (-3, 1)", "Mixing.forward", None,
+    show("dynamic, one γ pushed: the first token's value stays", "0.5 (1, 1) + 0.5 (-3, 1)", "Mixing.forward", None,
          **{"by hand": mixed[0], "model": pushed["mixed"]["v"][0], "at the start": start["mixed"]["v"][0]})
 
 

@@ -126,8 +126,8 @@ class Split:
         self.path, self.vocab_size, self.block_size = path, vocab_size, block_size
         self.tokens = np.memmap(path, dtype="<u2", mode="r")
         if len(self.tokens) < block_size + 1:
-            raise UserError(f"{path} has {len(self.tokens)} tokens: expected at least block_size + 1 = {block_size + 1}, "
-                            "set a smaller --block_size")
+            raise UserError(f"{path} has {len(self.tokens)} tokens: expected at least block_size + 1 = "
+                            f"{block_size + 1}, set a smaller --block_size")
 
     def windows(self, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Inputs and targets (the inputs one token later), int64 [len(starts), block_size] each."""
