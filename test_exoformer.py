@@ -851,9 +851,12 @@ def test_compile_failure_is_a_warning(lab, monkeypatch, capsys):
 
 
 def test_nothing_touches_cuda_on_the_cpu(lab, monkeypatch):
-    """--device=cpu runs without a single CUDA query."""
-    for name in ("is_available", "get_device_capability", "is_bf16_supported", "synchronize", "current_device"):
-        monkeypatch.setattr(torch.cuda, name, lambda *_: pytest.fail("CUDA was touched"))
+    """--device=cpu initialises no CUDA and asks nothing about it (torch's own optimizers ask whether it is there)."""
+    def touched(*_):
+        assert sys._getframe(1).f_globals["__name__"].startswith("torch.optim"), "CUDA was touched"
+        return False
+    for name in ("is_available", "_lazy_init", "get_device_capability", "is_bf16_supported", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, touched)
     lab("--max_iters=1", "--dtype=auto")
 
 
