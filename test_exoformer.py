@@ -767,8 +767,8 @@ def test_batches_depend_on_seed_and_step_alone(tmp_path):
 # ---------------------------------------------------------------------------------------------------------------------
 # Training
 
-TINY = ("--device=cpu --dtype=float32 --n_layer=2 --n_head=2 --n_embd=32 --block_size=16 --batch_size=4 --log_interval=1 "
-        "--warmup_iters=2 --eval_interval=10 --eval_iters=8 --max_new_tokens=20").split()
+TINY = ("--device=cpu --dtype=float32 --n_layer=2 --n_head=2 --n_embd=32 --block_size=16 --batch_size=4 "
+        "--log_interval=1 --warmup_iters=2 --eval_interval=10 --eval_iters=8 --max_new_tokens=20").split()
 
 
 @pytest.fixture
@@ -805,6 +805,21 @@ def test_axes_reach_the_model(lab):
     config = Config(**torch.load("out/checkpoint.pt", weights_only=True)["config"])
     assert (config.mix, config.granularity, config.anchor_norm, config.post_norm, config.anchor_layer) == (
         "vg", "headwise", "v", "qkv", 1)
+
+
+def test_one_schedule_drives_both_optimizers(lab, monkeypatch):
+    """Muon and AdamW step with their own peak rate times the same factor of the schedule."""
+    rates = {train.Muon: [], torch.optim.AdamW: []}
+    for kind, seen in rates.items():
+        def step(self, *args, seen=seen, original=kind.step):
+            seen.append(self.param_groups[0]["lr"])
+            return original(self, *args)
+        monkeypatch.setattr(kind, "step", step)
+    rows = lab("--max_iters=10", "--muon_lr=0.02", "--adamw_lr=0.004")
+    factors = np.array([float(row["lr_factor"]) for row in rows])
+    assert factors[0] == 0.5 and factors[-1] == pytest.approx(0.1)
+    np.testing.assert_allclose(rates[train.Muon], 0.02 * factors)
+    np.testing.assert_allclose(rates[torch.optim.AdamW], 0.004 * factors)
 
 
 def test_evaluation_does_not_touch_training(lab):
@@ -908,7 +923,8 @@ def test_bfloat16_only_where_native(monkeypatch):
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda level=level: level)
         monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda flag=flag: flag)
         assert train.native_bfloat16(cpu) == native
-        assert train.make_autocast("auto", cpu)._enabled == native and train.make_autocast("bfloat16", cpu)._enabled
+        assert train.pick_dtype("auto", cpu) == ("bfloat16" if native else "float32")
+        assert train.pick_dtype("bfloat16", cpu) == "bfloat16" and train.pick_dtype("float32", cuda) == "float32"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

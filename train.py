@@ -152,8 +152,9 @@ class Muon(torch.optim.Optimizer):
             for (rows, cols), params in shapes.items():
                 updates = []
                 for p in params:
-                    buffer = self.state[p].setdefault("momentum", torch.zeros_like(p))
-                    buffer.lerp_(p.grad, 1 - group["momentum"])
+                    if not self.state[p]:
+                        self.state[p]["momentum"] = torch.zeros_like(p)
+                    buffer = self.state[p]["momentum"].lerp_(p.grad, 1 - group["momentum"])
                     updates.append(p.grad.lerp(buffer, group["momentum"]))              # Nesterov: look ahead
                 updates = orthogonalise(torch.stack(updates).to(self.dtype))            # [k, rows, cols]
                 scale = max(1, rows / cols) ** 0.5                                      # as large for tall matrices
@@ -210,11 +211,10 @@ def native_bfloat16(device: torch.device) -> bool:
     return torch.backends.cpu.get_cpu_capability() == "AVX512" and torch.cpu._is_avx512_bf16_supported()
 
 
-def make_autocast(dtype: str, device: torch.device) -> torch.autocast:
-    if dtype not in ("auto", "float32", "bfloat16"):
-        raise UserError(f"--dtype={dtype}: expected auto, float32 or bfloat16")
-    on = dtype == "bfloat16" or dtype == "auto" and native_bfloat16(device)
-    return torch.autocast(device.type, torch.bfloat16, enabled=on)
+def pick_dtype(name: str, device: torch.device) -> str:
+    if name not in ("auto", "float32", "bfloat16"):
+        raise UserError(f"--dtype={name}: expected auto, float32 or bfloat16")
+    return name if name != "auto" else "bfloat16" if native_bfloat16(device) else "float32"
 
 
 def compiled(model: nn.Module, x: Tensor, y: Tensor, autocast) -> nn.Module:
@@ -241,11 +241,11 @@ def evaluate(model: ExoFormer, val: Split, options: Options, device: torch.devic
     total = 0.0
     for x, y in val.fixed(options.eval_iters, options.batch_size):
         with autocast:
-            total += model(tensor(x, device), tensor(y, device))[1].item() * len(x)
+            total += model(to_device(x, device), to_device(y, device))[1].item() * len(x)
     return total / options.eval_iters
 
 
-def tensor(ids: np.ndarray, device: torch.device) -> Tensor:
+def to_device(ids: np.ndarray, device: torch.device) -> Tensor:
     return torch.from_numpy(ids).to(device)
 
 
@@ -287,13 +287,14 @@ def train(options: Options) -> float:
     for name, value in DEFAULTS["cuda" if device.type == "cuda" else "cpu"].items():
         if getattr(options, name) is None:
             setattr(options, name, value)
-    autocast = make_autocast(options.dtype, device)
+    dtype = pick_dtype(options.dtype, device)
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16")
     if options.init_from not in ("scratch", "resume"):
         raise UserError(f"--init_from={options.init_from}: expected scratch or resume")
-    checkpoint = {"step": 0, "options": asdict(options)}
+    checkpoint = {"step": 0}
     if options.init_from == "resume":
         checkpoint, model = load_checkpoint(options.out_dir, device)
-        options.block_size = model.config.block_size
+        options.variant, options.block_size = checkpoint["options"]["variant"], model.config.block_size
         if checkpoint["step"] >= options.max_iters and not options.eval_only:
             raise UserError(f"--max_iters={options.max_iters}: {options.out_dir} has done {checkpoint['step']} steps, "
                             "raise it to train on")
@@ -301,9 +302,8 @@ def train(options: Options) -> float:
     if options.init_from == "scratch":
         model = make_model(options, meta["vocab_size"]).to(device)
     total, hidden = model.num_params()
-    print(f"{checkpoint['options']['variant']}, {total:,} parameters ({hidden:,} without embedding and head), on "
-          f"{meta['name']}, {len(train_split.tokens):,} tokens, on {device} in "
-          f"{'bfloat16' if autocast._enabled else 'float32'}, from step {checkpoint['step']}")
+    print(f"{options.variant}, {total:,} parameters ({hidden:,} without embedding and head), on "
+          f"{meta['name']}, {len(train_split.tokens):,} tokens, on {device} in {dtype}, from step {checkpoint['step']}")
     if options.eval_only:
         return evaluate(model, val_split, options, device, autocast)
 
@@ -313,7 +313,7 @@ def train(options: Options) -> float:
     net = model
     if options.compile or options.compile is None and device.type == "cuda":
         x, y = train_split.batch(options.batch_size, options.seed, 0)
-        net = compiled(model, tensor(x, device), tensor(y, device), autocast)
+        net = compiled(model, to_device(x, device), to_device(y, device), autocast)
 
     out, first = Path(options.out_dir), checkpoint["step"]
     out.mkdir(parents=True, exist_ok=True)
@@ -328,7 +328,7 @@ def train(options: Options) -> float:
             factor = lr_factor(step, options.max_iters, options.warmup_iters)
             for optimizer, peak in zip(optimizers, (options.muon_lr, options.adamw_lr)):
                 optimizer.param_groups[0]["lr"] = peak * factor
-            x, y = (tensor(ids, device) for ids in train_split.batch(batch_size, options.seed, step))
+            x, y = (to_device(ids, device) for ids in train_split.batch(batch_size, options.seed, step))
             loss = 0.0                                                          # the mean over all micro-batches
             for x_micro, y_micro in zip(x.split(options.batch_size), y.split(options.batch_size)):
                 with autocast:
