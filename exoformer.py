@@ -67,9 +67,11 @@ class Config:
     norm_eps: float = 1e-6              # ε of every RMSNorm
 
     def __post_init__(self):
+        for f in fields(self):
+            value, kinds = getattr(self, f.name), (int, float) if f.type is float else (f.type,)
+            require(type(value) in kinds, f"{f.name}={value!r}: expected {f.type.__name__}")
         for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd"):
-            value = getattr(self, name)
-            require(isinstance(value, int) and value > 0, f"{name}={value!r}: expected a positive integer")
+            require(getattr(self, name) > 0, f"{name}={getattr(self, name)}: expected 1 or more")
         for name in ("mix", "anchor_norm", "post_norm"):        # "GV" -> "vg", "none" -> "": one spelling from here on
             value = getattr(self, name)
             letters = "" if value == "none" else value.lower()
@@ -77,20 +79,20 @@ class Config:
             object.__setattr__(self, name, "".join(s for s in "qkvg" if s in letters))
         one_of("anchor", self.anchor, ("none", "internal", "exogenous"))
         one_of("granularity", self.granularity, ("scalar", "headwise", "elementwise"))
-        one_of("post_norm", self.post_norm, ("qk", "qkv", "qkvg"))
+        one_of("post_norm", self.post_norm or "none", ("qk", "qkv", "qkvg"))
 
         k, N, d, h = self.anchor_layer, self.n_layer, self.n_embd, self.n_head
         require(d % h == 0, f"n_embd={d} with n_head={h}: heads share the width, make n_embd a multiple of n_head")
         require(d // h % 2 == 0, f"n_embd={d} with n_head={h}: RoPE pairs channels, make n_embd / n_head even")
-        require(self.rope_theta > 0, f"rope_theta={self.rope_theta}: expected a positive number")
-        require(self.norm_eps >= 0, f"norm_eps={self.norm_eps}: expected zero or more")
-        require(isinstance(k, int) and 0 <= k < N, f"anchor_layer={k} with n_layer={N}: no layer is left to mix, "
-                                                   "choose 0 <= anchor_layer < n_layer")
+        require(0 < self.rope_theta < float("inf"), f"rope_theta={self.rope_theta}: expected a positive number")
+        require(0 <= self.norm_eps < float("inf"), f"norm_eps={self.norm_eps}: expected zero or more")
+        require(k >= 0, f"anchor_layer={k}: expected 0 (the embedding) or more")
+        require(k < N, f"anchor_layer={k} with n_layer={N}: no layer is left to mix, choose anchor_layer < n_layer")
         require(self.anchor == "exogenous" or k == 0, f"anchor_layer={k} with anchor={self.anchor!r}: only exogenous "
                                                       "anchors read an H_k, set anchor_layer=0")
         require(self.anchor != "internal" or N > 1, f"anchor='internal' with n_layer={N}: no layer mixes, add one")
         require(self.anchor != "none" or not self.dynamic, "dynamic=True with anchor='none': set an anchor")
-        require(self.anchor == "none" or self.mix, f"mix='' with anchor={self.anchor!r}: name components to mix")
+        require(self.anchor == "none" or self.mix, f"mix='none' with anchor={self.anchor!r}: name what to mix")
         for name in ("post_norm",) if self.anchor == "none" else ("post_norm", "mix"):
             require(self.gate or "g" not in getattr(self, name),
                     f"{name}={getattr(self, name)!r} with gate=False: there is no g, set gate=True or drop the letter")
@@ -165,10 +167,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """U = softmax(q kᵀ / √d_h + causal mask) v, the T queries being the last of P + T keys: [B, T, h, d_h]."""
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)               # [B, h, T or P + T, d_h]
     T, past = q.size(2), k.size(2) - q.size(2)
-    mask = None                                     # a single query may look at every key
-    if past > 0 and T > 1:                          # is_causal would let query i see keys 0..i, not 0..past + i
-        mask = torch.ones(T, past + T, dtype=torch.bool, device=q.device).tril(past)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=past == 0).transpose(1, 2)
+    if past == 0:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+    # Behind a cache is_causal would be wrong: it lets query i see keys 0..i, not 0..past + i. A single one sees all.
+    mask = torch.ones(T, past + T, dtype=torch.bool, device=q.device).tril(past) if T > 1 else None
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -207,7 +210,7 @@ class Mixing(nn.Module):
         super().__init__()
         d, h, m = config.n_embd, config.n_head, len(config.mix)
         shape = {"scalar": (1, 1), "headwise": (h, 1), "elementwise": (h, d // h)}[config.granularity]  # meets [h, d_h]
-        self.lam = nn.ParameterDict((s, nn.Parameter(torch.empty(2, *shape))) for s in config.mix)    # a dict is sorted
+        self.lam = nn.ParameterDict((s, nn.Parameter(torch.empty(2, *shape))) for s in config.mix)    # a dict it sorts
         self.dynamic = config.dynamic
         if config.dynamic:
             self.W1 = nn.Linear(d, 16, bias=False)
@@ -365,7 +368,7 @@ class ExoFormer(nn.Module):
         return logits, F.cross_entropy(exact.flatten(0, 1), targets.flatten())
 
     def new_cache(self) -> list[Cache]:
-        """An empty cache for `forward`, one entry a layer, for one batch of sequences in chunks of any length."""
+        """An empty cache for `forward` without gradients: one entry a layer, for one batch in chunks of any length."""
         return [Cache(self.config.block_size) for _ in self.blocks]
 
     @torch.no_grad()
@@ -397,7 +400,7 @@ class ExoFormer(nn.Module):
                 chunk = logits.argmax(-1, keepdim=True)                                     # [B, 1]
             else:
                 logits, ids = logits.topk(min(top_k or V, V))                               # [B, k], likeliest first
-                probs = F.softmax(logits / temperature, dim=-1)
+                probs = F.softmax((logits - logits[:, :1]) / temperature, dim=-1)           # of <= 0: no overflow
                 chunk = ids.gather(1, torch.multinomial(probs, 1, generator=generator))     # [B, 1]
             context = torch.cat((context, chunk), dim=1)
             yield chunk.squeeze(1)

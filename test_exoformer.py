@@ -313,8 +313,10 @@ def test_anchors_of_H_k(k):
 @pytest.mark.parametrize("change, words", [
     (dict(n_embd=30, n_head=4), "n_embd=30 n_head=4"),
     (dict(n_embd=6, n_head=2), "n_embd=6 n_head=2 even"),
-    (dict(n_layer=0), "n_layer=0 positive"),
-    (dict(n_layer=2.0), "n_layer=2.0 integer"),
+    (dict(n_layer=0), "n_layer=0 1 or more"),
+    (dict(n_layer=2.0), "n_layer=2.0 int"),
+    (dict(gate="no"), "gate='no' bool"),
+    (dict(mix=None), "mix=None str"),
     (dict(anchor="exogenus"), "exogenus 'exogenous'"),
     (dict(granularity="elementwize"), "elementwize 'elementwise'"),
     (dict(mix="qx"), "mix='qx' qkvg"),
@@ -323,12 +325,12 @@ def test_anchors_of_H_k(k):
     (dict(gate=False), "mix='qkvg' gate=False"),
     (dict(gate=False, mix="qkv", post_norm="qkvg"), "post_norm='qkvg' gate=False"),
     (dict(anchor_layer=3), "anchor_layer=3 n_layer=3"),
-    (dict(anchor_layer=-1), "anchor_layer=-1 n_layer=3"),
+    (dict(anchor_layer=-1), "anchor_layer=-1 0 or more"),
     (dict(anchor="internal", anchor_layer=1), "anchor_layer=1 anchor='internal'"),
     (dict(anchor="none", anchor_layer=1), "anchor_layer=1 anchor='none'"),
     (dict(anchor="none", dynamic=True), "dynamic=True anchor='none'"),
     (dict(anchor="internal", n_layer=1), "anchor='internal' n_layer=1"),
-    (dict(mix="none"), "mix='' anchor='exogenous'"),
+    (dict(mix="none"), "mix='none' anchor='exogenous'"),
     (dict(norm_eps=-1.0), "norm_eps=-1.0"),
     (dict(rope_theta=0.0), "rope_theta=0.0"),
 ])
@@ -411,19 +413,17 @@ def test_one_seed_starts_all_variants_alike():
 def test_uninitialised_parameter_raises():
     """A parameter that no row of init_weights covers is an error, and so is one that two rows cover."""
     model = ExoFormer(CASES["exoformer"])
-    for name in ("bonus", "out_norm"):
-        changed = copy.deepcopy(model)
-        changed.blocks[0].attn.register_module(name, torch.nn.Linear(2, 2, bias=name == "bonus"))
-        if name == "bonus":
-            with pytest.raises(ValueError, match="bonus.*matches 0 rows"):
-                changed.init_weights(0)
+    model.blocks[0].bonus = torch.nn.Parameter(torch.zeros(2))
+    with pytest.raises(ValueError, match="bonus.*matches 0 rows"):
+        model.init_weights(0)
+    del model.blocks[0].bonus
     model.blocks[0].attn.norm.register_module("out", exoformer.RMSNorm(2, 0.0))     # "*norm*.weight" and "*.out.weight"
     with pytest.raises(ValueError, match="norm.out.weight.*matches 2 rows"):
         model.init_weights(0)
 
 
 def test_rope_table():
-    """cos² + sin² = 1, angles as in float64 at position 4095, and no two positions alike, as in bfloat16."""
+    """cos² + sin² = 1, angles as in float64 at position 4095, and no two positions alike, unlike in bfloat16."""
     cos, sin = exoformer.rope_table(4096, 64, 500_000.0).squeeze(2).unbind()
     torch.testing.assert_close(cos**2 + sin**2, torch.ones(4096, 32))
     for i in (0, 1, 31):
@@ -435,7 +435,8 @@ def test_rope_table():
 def test_rope_depends_on_distance_alone():
     """The product of a rotated query and key depends only on how far apart they stand."""
     cos, sin = exoformer.rope_table(16, 8, 100.0).double().unbind()
-    q, k = (torch.randn(1, 1, 1, 8, dtype=torch.float64).expand(1, 16, 1, 8) for _ in range(2))
+    q, k = torch.randn(2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    q, k = (s.expand(1, 16, 1, 8) for s in (q, k))
     q, k = exoformer.rope(q, cos, sin)[0, :, 0], exoformer.rope(k, cos, sin)[0, :, 0]
     scores = q @ k.T
     for distance in range(5):
@@ -470,23 +471,31 @@ def test_dtypes(config):
 
 @every_variant
 def test_compiles_in_one_graph(config):
-    """torch.compile(fullgraph=True) takes every variant, with the eager model's logits and gradients."""
+    """torch.compile(fullgraph=True) takes every variant at several lengths, with the eager logits and gradients."""
     torch._dynamo.reset()
-    model, idx = make(config), tokens(config)
-    logits, loss = torch.compile(model, fullgraph=True, backend="eager")(idx, idx)
-    torch.testing.assert_close(logits, model(idx)[0])
-    loss.backward()
-    assert all(p.grad is not None for p in model.parameters())
+    model = make(config)
+    eager, compiled = copy.deepcopy(model), torch.compile(model, fullgraph=True, backend="eager")
+    for length in (12, 7, 5):
+        idx = tokens(config, length=length)
+        for net in (compiled, eager):
+            net(idx, idx)[1].backward()
+        torch.testing.assert_close(compiled(idx)[0], eager(idx)[0])
+    for p, q in zip(model.parameters(), eager.parameters()):
+        torch.testing.assert_close(p.grad, q.grad)
 
 
 @pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler")
 def test_compiles_with_the_default_backend():
-    """The default backend gives the eager model's loss, also under autocast, and leaves the parameters' names alone."""
+    """The default backend gives the eager model's loss and gradients."""
     torch._dynamo.reset()
     model, idx = make(replace(CASES["exoformer-dynamic"], n_layer=2), torch.float32), tokens(CASES["base"])
-    compiled = torch.compile(model, fullgraph=True)
-    torch.testing.assert_close(compiled(idx, idx)[1], model(idx, idx)[1])
-    assert not any("_orig_mod" in name for name in model.state_dict())
+    eager, compiled = copy.deepcopy(model), torch.compile(model, fullgraph=True)
+    losses = [net(idx, idx)[1] for net in (compiled, eager)]
+    torch.testing.assert_close(*losses)
+    for loss in losses:
+        loss.backward()
+    for p, q in zip(model.parameters(), eager.parameters()):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-3, atol=1e-5)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -575,6 +584,7 @@ def test_sampling_draws_from_the_model():
         frequency = drawn.bincount(minlength=11) / 20_000
         assert (frequency - expected).abs().max() < 0.015
         assert (frequency[expected == 0] == 0).all()
+    assert torch.equal(model.generate(idx, 9, temperature=1e-30), model.generate(idx, 9, temperature=0))
 
 
 @pytest.mark.parametrize("arguments, message", [
@@ -695,6 +705,19 @@ def test_data_round_trip(tmp_path):
     assert bytes(x[1].tolist()) == text[100:108] and bytes(y[1].tolist()) == text[101:109]
 
 
+def test_default_data_set_makes_itself(tmp_path, monkeypatch):
+    """Loading pystdlib where it is missing makes it from the running Python's sources; any other name is an error."""
+    (tmp_path / "lib").mkdir()
+    for i in range(10):
+        (tmp_path / "lib" / f"m{i}.py").write_text("x = 1\n" * 5, encoding="utf-8")
+    monkeypatch.setattr(prepare.sysconfig, "get_path", lambda _: str(tmp_path / "lib"))
+    meta, split, val = prepare.load("pystdlib", 8, tmp_path)
+    assert meta["source"].endswith(".".join(map(str, sys.version_info[:3])))
+    assert (len(split.tokens), len(val.tokens)) == (9 * 30, 30)
+    with pytest.raises(prepare.UserError, match="--dataset=other.*data/prepare.py"):
+        prepare.load("other", 8, tmp_path)
+
+
 def test_stdlib_split(tmp_path):
     """Whole files, sorted by path, every tenth to val; no tests, no installed packages; Windows newlines made alike."""
     for i in range(20):
@@ -710,9 +733,19 @@ def test_stdlib_split(tmp_path):
 def server(tmp_path):
     """A folder and its address on a local HTTP server."""
     (tmp_path / "served").mkdir()
-    quiet = type("Quiet", (http.server.SimpleHTTPRequestHandler,), {"log_message": lambda *_: None})
-    handler = lambda *args: quiet(*args, directory=str(tmp_path / "served"))                            # noqa: E731
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as httpd:
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def __init__(self, *args):
+            super().__init__(*args, directory=str(tmp_path / "served"))
+
+        def do_GET(self):
+            if self.path == "/cut%20off":               # promises a byte more than comes
+                self.wfile.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nTo be")
+            else:
+                super().do_GET()
+
+        def log_message(self, *_):
+            pass
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as httpd:
         threading.Thread(target=httpd.serve_forever, daemon=True).start()
         yield tmp_path / "served", f"http://127.0.0.1:{httpd.server_port}"
         httpd.shutdown()
@@ -728,6 +761,9 @@ def test_shakespeare_by_download(tmp_path, server, monkeypatch):
         prepare.prepare("shakespeare", tmp_path / "wrong")
     monkeypatch.setattr(prepare, "SHAKESPEARE_SHA256", hashlib.sha256(text).hexdigest())
     monkeypatch.setattr(prepare, "SHAKESPEARE_URL", f"{address}/missing.txt")
+    with pytest.raises(prepare.UserError, match="by hand, save it as"):
+        prepare.prepare("shakespeare", tmp_path / "wrong")
+    monkeypatch.setattr(prepare, "SHAKESPEARE_URL", f"{address}/cut%20off")
     with pytest.raises(prepare.UserError, match="by hand, save it as"):
         prepare.prepare("shakespeare", tmp_path / "wrong")
     assert not (tmp_path / "wrong").exists()
@@ -849,9 +885,117 @@ def test_resume_equals_the_unbroken_run(lab, monkeypatch):
         lab("--max_iters=20")
     monkeypatch.setattr(train, "save", save)
     rows = lab("--max_iters=20", "--init_from=resume")
-    assert [int(row["step"]) for row in rows][-10:] == list(range(11, 21))
+    assert [int(row["step"]) for row in rows] == list(range(1, 21))
     whole, resumed = (torch.load(f"{out}/checkpoint.pt", weights_only=True)["model"] for out in ("whole", "out"))
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+def test_resume_takes_its_options_from_the_checkpoint(lab, capsys):
+    """A bare --init_from=resume goes on with the checkpoint's options; a flag that contradicts it is an error."""
+    lab("--max_iters=2", "--variant=gated", "--weight_decay=0.3", "--mix=VG")
+    resume = ["--init_from=resume", "--out_dir=out"]
+    assert train.main([*resume, "--max_iters=3", "--weight_decay=0.2", "--mix=VG"]) == 0
+    checkpoint = torch.load("out/checkpoint.pt", weights_only=True)
+    assert checkpoint["step"] == 3 and checkpoint["optimizers"][0]["param_groups"][0]["weight_decay"] == 0.2
+    assert {name: checkpoint["options"][name] for name in ("variant", "batch_size", "dataset", "max_iters")} == dict(
+        variant="gated", batch_size=4, dataset="d", max_iters=3)
+    for flags, words in (("--n_layer=5", "n_layer=5 2"), ("--variant=base", "variant=base gated"),
+                         ("--dataset=pystdlib", "dataset=pystdlib d"), ("", "max_iters=3 3 steps")):
+        capsys.readouterr()
+        assert train.main(resume + flags.split()) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and all(word in error for word in words.split()), error
+
+
+def test_evaluation_is_the_mean_over_all_windows(lab, capsys):
+    """The validation loss is the mean over all windows, also where the last batch is smaller; --eval_only agrees."""
+    lab("--max_iters=3", "--eval_iters=7", "--batch_size=3")
+    checkpoint, model = train.load_checkpoint("out", torch.device("cpu"))
+    _, _, val = train.load_data("d", 16)
+    windows = [model(*map(torch.from_numpy, window))[1].item() for window in val.fixed(7, 1)]
+    assert checkpoint["val_loss"] == pytest.approx(sum(windows) / 7, rel=1e-6)
+    capsys.readouterr()
+    assert train.main(["--init_from=resume", "--eval_only", "--out_dir=out", "--eval_iters=7"]) == 0
+    assert f"validation loss {checkpoint['val_loss']:.4f}" in capsys.readouterr().out
+
+
+def test_a_diverged_run_keeps_the_good_checkpoint(lab, monkeypatch):
+    """Where weights become NaN in the step before an evaluation, the run stops and the last checkpoint stays."""
+    lab("--max_iters=2")
+    monkeypatch.setattr(train, "lr_factor", lambda *_: 1.0)
+    assert train.main("--init_from=resume --out_dir=out --max_iters=3 --muon_lr=1e38 --adamw_lr=1e38".split()) == 2
+    assert torch.load("out/checkpoint.pt", weights_only=True)["step"] == 2
+
+
+def test_save_is_whole_or_not_at_all(lab, monkeypatch):
+    """A save that fails half-way leaves the previous checkpoint as it was."""
+    lab("--max_iters=1")
+    before = Path("out/checkpoint.pt").read_bytes()
+
+    def fails(_, path):
+        Path(path).write_bytes(b"half")
+        raise OSError("disk full")
+    monkeypatch.setattr(torch, "save", fails)
+    assert train.main([*TINY, "--dataset=d", "--out_dir=out", "--max_iters=1"]) == 2
+    assert Path("out/checkpoint.pt").read_bytes() == before
+
+
+def test_compiled_run_saves_the_raw_model(lab, monkeypatch):
+    """--compile trains the compiled model, and the checkpoint's names are those of the plain one."""
+    calls = []
+    real = torch.compile
+
+    def spy(model):
+        net = real(model, backend="eager")
+        net.register_forward_hook(lambda *_: calls.append(1))
+        return net
+    monkeypatch.setattr(torch, "compile", spy)
+    torch._dynamo.reset()
+    lab("--max_iters=3", "--compile")
+    assert len(calls) == 1 + 3                                          # the first call, and every step
+    assert not any("_orig_mod" in name for name in train.load_checkpoint("out", torch.device("cpu"))[0]["model"])
+
+
+def test_flags_reach_the_step(lab, monkeypatch):
+    """grad_clip bounds the update's gradient, dtype turns autocast on, and only Muon decays weights."""
+    optimizers = train.make_optimizers(ExoFormer(CASES["exoformer"]), train.Options(
+        muon_lr=0.1, adamw_lr=0.2, weight_decay=0.3), torch.device("cpu"))
+    muon, adamw = (optimizer.param_groups[0] for optimizer in optimizers)
+    assert (muon["lr"], muon["weight_decay"], muon["momentum"]) == (0.1, 0.3, 0.95)
+    assert (adamw["lr"], adamw["weight_decay"], adamw["betas"]) == (0.2, 0.0, (0.9, 0.95))
+    norms, dtypes = [], set()
+    step = train.Muon.step
+
+    def spy(self):
+        norms.append(math.sqrt(sum((p.grad**2).sum() for p in self.param_groups[0]["params"])))
+        return step(self)
+    monkeypatch.setattr(train.Muon, "step", spy)
+    handle = torch.nn.modules.module.register_module_forward_hook(
+        lambda module, _, output: dtypes.add(output.dtype) if isinstance(module, torch.nn.Linear) else None)
+    lab("--max_iters=2", "--grad_clip=0.001", "--dtype=bfloat16", "--max_new_tokens=0")
+    handle.remove()
+    assert 0 < max(norms) <= 0.001 and dtypes == {torch.bfloat16}
+
+
+def test_scripts_run_as_users_run_them(tmp_path):
+    """From another folder with a space in its name: prepare.py, train.py with --key value, and --help."""
+    here = tmp_path / "a folder"
+    here.mkdir()
+    (here / "my text.txt").write_text("the quick brown fox. " * 100, encoding="utf-8")
+    (here / "data").mkdir()
+    for name in ("exoformer.py", "train.py", "data/__init__.py", "data/prepare.py"):
+        shutil.copy(ROOT / name, here / name)
+
+    def run(*command):
+        return subprocess.run([sys.executable, *command], cwd=tmp_path, capture_output=True, encoding="utf-8")
+    prepared = run("a folder/data/prepare.py", "a folder/my text.txt")
+    assert prepared.returncode == 0 and "1,890 training and 210 validation tokens" in prepared.stdout
+    flags = " ".join(TINY).replace("=", " ").split()
+    trained = run("a folder/train.py", *flags, "--max_iters", "1", "--dataset", "my text", "--out_dir", "o u t")
+    assert trained.returncode == 0 and (tmp_path / "o u t" / "checkpoint.pt").exists(), trained.stderr
+    assert "--granularity" in run("a folder/train.py", "--help").stdout
+    failed = run("a folder/data/prepare.py", "nothing.txt")
+    assert failed.returncode == 2 and failed.stderr.count("\n") == 1 and "Traceback" not in failed.stderr
 
 
 def test_compile_failure_is_a_warning(lab, monkeypatch, capsys):
@@ -891,13 +1035,15 @@ def test_sample_streams_a_continuation(lab, capsys):
     ("--batch_size=many", "batch_size int 'many'"),
     ("--compile=perhaps", "compile boolean 'perhaps'"),
     ("--batch_size=0", "--batch_size=0 1"),
-    ("--muon_lr=nan", "--muon_lr=nan 0"),
+    ("--muon_lr=nan", "--muon_lr=nan finite"),
+    ("--temperature=inf", "--temperature=inf finite"),
     ("--variant=exofromer", "exofromer 'exoformer'"),
     ("--n_head=5", "n_embd=32 n_head=5"),
     ("--dataset=nowhere", "nowhere prepare.py"),
     ("--block_size=5000", "train.bin 4200 5001"),
     ("--device=cuda", "--device=cuda --device=cpu"),
     ("--device=abacus", "--device=abacus cuda:N"),
+    ("--out_dir=d/meta.json --max_iters=1", "exists meta.json"),
     ("--dtype=float8", "--dtype=float8 bfloat16"),
     ("--init_from=gpt2", "--init_from=gpt2 resume"),
     ("--init_from=resume --out_dir=empty", "empty train"),
@@ -950,23 +1096,23 @@ def test_worked_example_comes_out(monkeypatch, capsys):
     assert all(figure in out for figure in "3.536 0.849 1.131 0.886 0.598 0.709 0.679 0.355 0.170".split())
 
 
-@pytest.mark.parametrize("old, new", [
-    ("lam1 * anchors[s], lam2 * own[s]", "lam2 * anchors[s], lam1 * own[s]"),
-    ("return normalise(self.norm, anchors)", "return anchors"),
-    ("gamma[2 * i] * from_anchor", "gamma[2 * i + 1] * from_anchor"),
-    ("mixed = normalise(self.norm, mixed)", "pass"),
-    ("a * cos - b * sin, b * cos + a * sin", "a * cos + b * sin, b * cos - a * sin"),
-    ("q, k, v = rope(mixed[\"q\"], *cos_sin)", "q, k, v = mixed[\"q\"]"),
-    ("is_causal=past == 0", "is_causal=False"),
-    ("u = u * mixed[\"g\"].sigmoid()", "u = u * own[\"g\"].sigmoid()"),
-    ("u = u * mixed[\"g\"].sigmoid()", "pass"),
-    ("self.attn(self.attn_norm(h)", "self.attn(h"),
-    ("F.gelu(self.W1(x))", "F.relu(self.W1(x))"),
+@pytest.mark.parametrize("old, new, step", [
+    ("lam1 * anchors[s], lam2 * own[s]", "lam2 * anchors[s], lam1 * own[s]", "mixed value"),
+    ("return normalise(self.norm, anchors)", "return anchors", "RMS of the anchor"),
+    ("gamma[2 * i] * from_anchor", "gamma[2 * i + 1] * from_anchor", "dynamic, one γ pushed: the second token"),
+    ("mixed = normalise(self.norm, mixed)", "pass", "attention weights"),
+    ("a * cos - b * sin, b * cos + a * sin", "a * cos + b * sin, b * cos - a * sin", "attention weights"),
+    ("q, k, v = rope(mixed[\"q\"], *cos_sin)", "q, k, v = mixed[\"q\"]", "attention weights"),
+    ("is_causal=True", "is_causal=False", "the first token's output"),
+    ("u = u * mixed[\"g\"].sigmoid()", "u = u * own[\"g\"].sigmoid()", "gate"),
+    ("u = u * mixed[\"g\"].sigmoid()", "u = F.silu(u)", "gate"),
+    ("self.attn(self.attn_norm(h)", "self.attn(h", "mixed value"),
+    ("F.gelu(self.W1(x))", "F.relu(self.W1(x))", "dynamic, one γ pushed: γ"),
 ])
-def test_worked_example_notices_a_broken_model(monkeypatch, capsys, old, new):
-    """Mixing, norms, γ, RoPE, mask or gate broken in exoformer.py: the example exits non-zero and names a step."""
+def test_worked_example_notices_a_broken_model(monkeypatch, capsys, old, new, step):
+    """Mixing, norms, γ, RoPE, mask or gate broken in exoformer.py: the example exits 1 and names the step."""
     assert run_worked_example(monkeypatch, (old, new)) == 1
-    assert "DISAGREES at" in capsys.readouterr().err
+    assert f"DISAGREES at {step}" in capsys.readouterr().err
 
 
 def test_readme_names_exist():
@@ -975,7 +1121,7 @@ def test_readme_names_exist():
     names = [(file, name) for file, cell in rows for name in re.findall(r"`([\w.]+)`", cell)]
     assert len(names) > 20
     for file, dotted in names:
-        thing = {"exoformer.py": exoformer, "train.py": train, "prepare.py": prepare}[file]
+        thing = {"exoformer.py": exoformer, "train.py": train}[file]
         model = ExoFormer(CASES["exoformer-dynamic"])
         instances = {type(module).__name__: module for module in model.modules()} | {"Config": model.config}
         for part in dotted.split("."):

@@ -3,7 +3,7 @@ Train an ExoFormer on one CUDA GPU or on the CPU.
 
     python train.py                                   the main job: exoformer-dynamic on Python's own standard library
     python train.py --variant=gated --max_iters=300   any flag below, --key=value or --key value
-    python train.py --init_from=resume                go on from out_dir's checkpoint
+    python train.py --init_from=resume                go on from out_dir's checkpoint, with its options
     python train.py --sample="def main("              no training: continue a prompt with out_dir's checkpoint
 
 Reads top to bottom: options -> optimizers -> precision -> evaluation and checkpoint -> training -> sampling.
@@ -14,6 +14,7 @@ import codecs
 import csv
 import math
 import os
+import re
 import sys
 import time
 from dataclasses import asdict, dataclass, field, fields
@@ -30,9 +31,9 @@ from data.prepare import Split, UserError, load as load_data
 from exoformer import Config, ExoFormer
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Options: nanoGPT's names; every field is a flag
+# Options: nanoGPT's names, every field a flag
 
-DEFAULTS = {    # what suits a device, where no flag says otherwise
+DEFAULTS = {    # what suits a device
     "cpu":  dict(n_layer=4, n_head=4, n_embd=256, block_size=256, batch_size=8, max_iters=900, warmup_iters=40,
                  muon_lr=0.005, adamw_lr=3e-3, eval_interval=300),
     "cuda": dict(n_layer=6, n_head=6, n_embd=384, block_size=256, batch_size=64, max_iters=2500, warmup_iters=100,
@@ -89,15 +90,15 @@ def boolean(text: str) -> bool:
     return bool(("false", "true").index(text.lower()))         # ValueError for anything else
 
 
-def parse(argv: list[str]) -> Options:
-    """Options from the command line. Raises UserError for an unknown flag, a wrong type and a size out of range."""
+def parse(argv: list[str]) -> dict:
+    """The flags that are given. Raises UserError for an unknown one, a wrong type and a size out of range."""
     parser = Parser("train.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                    allow_abbrev=False)
+                    allow_abbrev=False, argument_default=argparse.SUPPRESS)
     for f in fields(Options):
-        by_device = " / ".join(f"{row[f.name]} on {device}" for device, row in DEFAULTS.items() if f.name in row)
-        default = by_device or f.default
+        defaults = {str(row[f.name]): device for device, row in DEFAULTS.items() if f.name in row}
+        default = defaults and " / ".join(f"{v} on {device}" for v, device in defaults.items()) or f.default
         parser.add_argument(
-            f"--{f.name}", default=f.default, type=boolean if f.type is bool else f.type, metavar=f.type.__name__,
+            f"--{f.name}", type=boolean if f.type is bool else f.type, metavar=f.type.__name__,
             help=f.metadata["help"] + ("" if default is None else f" (default: {default})"),
             **dict(nargs="?", const=True) if f.type is bool else {})            # --eval_only alone means True
     values, unknown = parser.parse_known_args(argv)
@@ -106,11 +107,11 @@ def parse(argv: list[str]) -> Options:
         raise UserError(f"{unknown[0]!r} is no flag" + (f", did you mean --{near[0]}?" if near else ": see --help"))
     at_least_0 = ("warmup_iters", "weight_decay", "grad_clip", "muon_lr", "adamw_lr", "temperature", "anchor_layer",
                   "max_new_tokens", "seed")
-    for f in fields(Options):
-        value, smallest = getattr(values, f.name), 0 if f.name in at_least_0 else 1
-        if f.type in (int, float) and value is not None and not value >= smallest:
-            raise UserError(f"--{f.name}={value}: expected {smallest} or more")
-    return Options(**vars(values))
+    for name, value in vars(values).items():
+        smallest, limit = 0 if name in at_least_0 else 1, math.inf if type(value) is float else 2**63
+        if type(value) in (int, float) and not smallest <= value < limit:       # a nan is neither
+            raise UserError(f"--{name}={value}: expected {smallest} or more, and finite")
+    return vars(values)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -119,7 +120,7 @@ def parse(argv: list[str]) -> Options:
 def orthogonalise(g: Tensor, steps: int = 5) -> Tensor:
     """Nearly U Vᵀ of each matrix's SVD U Σ Vᵀ, g [k, rows, cols]: Newton–Schulz moves every singular value towards 1.
 
-    The quintic a σ + b σ³ + c σ⁵ is steep at 0, so that five rounds suffice, and leaves σ between about 0.7 and 1.2.
+    Each round maps σ to a σ + b σ³ + c σ⁵. That is steep at 0, so that five rounds bring all but the smallest near 1.
     """
     a, b, c = 3.4445, -4.7750, 2.0315
     x = g.mT if g.size(1) > g.size(2) else g                            # the smaller Gram matrix
@@ -133,8 +134,8 @@ def orthogonalise(g: Tensor, steps: int = 5) -> Tensor:
 class Muon(torch.optim.Optimizer):
     """Nesterov momentum whose update is orthogonalised, with decoupled weight decay, for 2-D weights.
 
-    torch.optim.Muon always iterates in bfloat16, which a CPU without native bfloat16 does 40 times slower than float32;
-    here `dtype` says, and all matrices of one shape go through the iteration together.
+    torch.optim.Muon always iterates in bfloat16, far slower than float32 on a CPU that has to emulate it; here `dtype`
+    says which, and all matrices of one shape go through the iteration together.
     """
 
     def __init__(self, params, lr: float, momentum: float = 0.95, weight_decay: float = 0.1,
@@ -195,12 +196,11 @@ def lr_factor(step: int, max_iters: int, warmup_iters: int) -> float:
 def pick_device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise UserError(f"--device={name}: expected auto, cpu, cuda or cuda:N") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise UserError(f"--device={name}: no usable CUDA GPU here, use --device=cpu")
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
+        raise UserError(f"--device={name}: expected auto, cpu, cuda or cuda:N")
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UserError(f"--device={name}: {torch.cuda.device_count()} usable CUDA GPUs here, try --device=cpu")
     return device
 
 
@@ -225,11 +225,14 @@ def compiled(model: nn.Module, x: Tensor, y: Tensor, autocast) -> nn.Module:
             loss = net(x, y)[1]
         loss.backward()
     except Exception as error:
-        reason = str(error).strip().partition("\n")[0]
-        print(f"warning: torch.compile failed, going on without it: {reason}", file=sys.stderr)
+        print(f"warning: torch.compile failed, going on without it: {first_line(error)}", file=sys.stderr)
         net = model
     model.zero_grad(set_to_none=True)
     return net
+
+
+def first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -256,13 +259,16 @@ def save(path: Path, checkpoint: dict) -> None:
 
 
 def load_checkpoint(out_dir: str, device: torch.device) -> tuple[dict, ExoFormer]:
-    """out_dir's checkpoint and its model. Raises UserError where there is none."""
+    """out_dir's checkpoint and its model. Raises UserError where there is none, or something else."""
     path = Path(out_dir) / "checkpoint.pt"
     if not path.exists():
         raise UserError(f"--out_dir={out_dir}: no {path}, train first")
-    checkpoint = torch.load(path, map_location=device, weights_only=True)
-    model = ExoFormer(Config(**checkpoint["config"])).to(device)
-    model.load_state_dict(checkpoint["model"])
+    try:
+        checkpoint = torch.load(path, map_location=device, weights_only=True)
+        model = ExoFormer(Config(**checkpoint["config"])).to(device)
+        model.load_state_dict(checkpoint["model"])
+    except Exception as error:
+        raise UserError(f"{path} is no checkpoint of train.py: {first_line(error)}") from None
     return checkpoint, model
 
 
@@ -281,48 +287,60 @@ def make_model(options: Options, vocab_size: int) -> ExoFormer:
     return ExoFormer(config)
 
 
-def train(options: Options) -> float:
-    """Train, or only evaluate, as the options say. Returns the last validation loss."""
+def set_up(given: dict) -> tuple[Options, torch.device, dict | None, ExoFormer | None]:
+    """All options, the device and, to resume, the checkpoint and its model.
+
+    What no flag says, the checkpoint's options say, or, from scratch, the device's defaults.
+    """
+    options = Options(**given)
     device = pick_device(options.device)
-    for name, value in DEFAULTS["cuda" if device.type == "cuda" else "cpu"].items():
-        if getattr(options, name) is None:
-            setattr(options, name, value)
+    if options.init_from == "scratch":
+        return Options(**DEFAULTS[device.type] | given), device, None, None
+    if options.init_from != "resume":
+        raise UserError(f"--init_from={options.init_from}: expected scratch or resume")
+    checkpoint, model = load_checkpoint(options.out_dir, device)
+    saved = checkpoint["options"]
+    for name in given.keys() & (checkpoint["config"].keys() | {"variant", "dataset"}):
+        has = checkpoint["config"].get(name, saved[name])
+        if given[name] not in (has, saved[name]):
+            raise UserError(f"--{name}={given[name]}: {options.out_dir} has {has}, drop the flag or train from scratch")
+    return Options(**saved | dict(out_dir=options.out_dir, device=options.device) | given), device, checkpoint, model
+
+
+def train(given: dict) -> float:
+    """Train, or only evaluate, as the given flags say. Returns the last validation loss."""
+    options, device, checkpoint, model = set_up(given)
     dtype = pick_dtype(options.dtype, device)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16")
-    if options.init_from not in ("scratch", "resume"):
-        raise UserError(f"--init_from={options.init_from}: expected scratch or resume")
-    checkpoint = {"step": 0}
-    if options.init_from == "resume":
-        checkpoint, model = load_checkpoint(options.out_dir, device)
-        options.variant, options.block_size = checkpoint["options"]["variant"], model.config.block_size
-        if checkpoint["step"] >= options.max_iters and not options.eval_only:
-            raise UserError(f"--max_iters={options.max_iters}: {options.out_dir} has done {checkpoint['step']} steps, "
-                            "raise it to train on")
+    first = checkpoint["step"] if checkpoint else 0
+    if first >= options.max_iters and not options.eval_only:
+        raise UserError(f"--max_iters={options.max_iters}: {options.out_dir} has done {first} steps, give a larger one")
     meta, train_split, val_split = load_data(options.dataset, options.block_size)
-    if options.init_from == "scratch":
-        model = make_model(options, meta["vocab_size"]).to(device)
+    model = model or make_model(options, meta["vocab_size"]).to(device)
+    if meta["vocab_size"] != model.config.vocab_size:
+        raise UserError(f"{meta['name']} has vocab_size={meta['vocab_size']}, the checkpoint in {options.out_dir} "
+                        f"{model.config.vocab_size}: make the data again or train from scratch")
     total, hidden = model.num_params()
-    print(f"{options.variant}, {total:,} parameters ({hidden:,} without embedding and head), on "
-          f"{meta['name']}, {len(train_split.tokens):,} tokens, on {device} in {dtype}, from step {checkpoint['step']}")
+    print(f"{options.variant}, {total:,} parameters ({hidden:,} without embedding and head), on {meta['name']}, "
+          f"{len(train_split.tokens):,} tokens, on {device} in {dtype}, from step {first}")
     if options.eval_only:
         return evaluate(model, val_split, options, device, autocast)
 
     optimizers = make_optimizers(model, options, device)
-    for optimizer, state in zip(optimizers, checkpoint.get("optimizers", ())):
+    for optimizer, state in zip(optimizers, checkpoint["optimizers"] if checkpoint else ()):
         optimizer.load_state_dict(state)
+    optimizers[0].param_groups[0]["weight_decay"] = options.weight_decay        # a flag, whatever the checkpoint had
     net = model
     if options.compile or options.compile is None and device.type == "cuda":
         x, y = train_split.batch(options.batch_size, options.seed, 0)
         net = compiled(model, to_device(x, device), to_device(y, device), autocast)
 
-    out, first = Path(options.out_dir), checkpoint["step"]
+    out = Path(options.out_dir)
     out.mkdir(parents=True, exist_ok=True)
     batch_size, seconds = options.batch_size * options.gradient_accumulation_steps, 0.0
-    with open(out / "log.csv", "a" if first else "w", newline="", encoding="utf-8") as log_file:
+    bar = tqdm(range(first, options.max_iters), initial=first, total=options.max_iters, desc="train")
+    with bar, open_log(out / "log.csv", first) as log_file:
         log = csv.writer(log_file)
-        if not first:
-            log.writerow(("step", "train_loss", "val_loss", "lr_factor", "grad_norm", "tokens_per_second"))
-        bar = tqdm(range(first, options.max_iters), initial=first, total=options.max_iters, desc="train")
         for step in bar:
             start = time.perf_counter()
             factor = lr_factor(step, options.max_iters, options.warmup_iters)
@@ -336,10 +354,9 @@ def train(options: Options) -> float:
                 micro_loss.backward()
                 loss += micro_loss.detach()
             norm = nn.utils.clip_grad_norm_(model.parameters(), options.grad_clip or math.inf)
-            if not math.isfinite(loss := loss.item()):                          # nan > limit would be False
-                bar.close()
-                raise UserError(f"loss {loss} in step {step + 1} at muon_lr={options.muon_lr * factor:.3g} and "
-                                f"adamw_lr={options.adamw_lr * factor:.3g}: expected a finite loss, lower the rates")
+            loss, norm = torch.stack((loss, norm)).tolist()                     # the one wait for the GPU in a step
+            require_finite(loss, "loss", step, optimizers)
+            require_finite(norm, "gradient norm", step, optimizers)
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
@@ -348,31 +365,49 @@ def train(options: Options) -> float:
             done, val_loss = step + 1, None
             if done % options.eval_interval == 0 or done == options.max_iters:
                 val_loss = evaluate(model, val_split, options, device, autocast)
+                require_finite(val_loss, "validation loss", step, optimizers)   # before it replaces a good checkpoint
                 bar.write(f"step {done}: validation loss {val_loss:.4f}")
-                save(out / "checkpoint.pt", dict(
-                    step=done, val_loss=val_loss, config=asdict(model.config), options=asdict(options), dataset=meta,
-                    model=model.state_dict(), optimizers=[optimizer.state_dict() for optimizer in optimizers]))
             if done % options.log_interval == 0 or val_loss is not None:
                 speed = batch_size * options.block_size * (done - first) / seconds
                 bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s")
-                log.writerow((done, loss, val_loss, factor, norm.item(), round(speed)))
-                log_file.flush()
+                log.writerow((done, loss, val_loss, factor, norm, round(speed)))
+                log_file.flush()                                                # a kill loses nothing before the save
+            if val_loss is not None:
+                save(out / "checkpoint.pt", dict(
+                    step=done, val_loss=val_loss, config=asdict(model.config), options=asdict(options), dataset=meta,
+                    model=model.state_dict(), optimizers=[optimizer.state_dict() for optimizer in optimizers]))
     return val_loss
+
+
+def require_finite(value: float, what: str, step: int, optimizers: list[torch.optim.Optimizer]) -> None:
+    if not math.isfinite(value):
+        muon_lr, adamw_lr = (optimizer.param_groups[0]["lr"] for optimizer in optimizers)
+        raise UserError(f"{what} {value} in step {step + 1} at muon_lr={muon_lr:.3g}, adamw_lr={adamw_lr:.3g}: "
+                        "expected a finite number, lower the rates")
+
+
+def open_log(path: Path, first: int):
+    """log.csv to write on: new, or for a resumed run with the rows up to step `first`, the checkpoint's."""
+    header = ["step", "train_loss", "val_loss", "lr_factor", "grad_norm", "tokens_per_second"]
+    rows = list(csv.reader(path.open(newline="", encoding="utf-8")))[1:] if first and path.exists() else []
+    file = path.open("w", newline="", encoding="utf-8")
+    csv.writer(file).writerows([header] + [row for row in rows if int(row[0]) <= first])
+    return file
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Sampling
 
-def sample(options: Options, prompt: str) -> None:
-    """Print a continuation of the prompt, token by token, by out_dir's checkpoint."""
+def sample(options: Options) -> None:
+    """Print the prompt `options.sample` and its continuation, token by token, by out_dir's checkpoint."""
     device = pick_device(options.device)
     checkpoint, model = load_checkpoint(options.out_dir, device)
     if checkpoint["dataset"]["tokenizer"] != "bytes":
         raise UserError(f"--sample with the tokenizer {checkpoint['dataset']['tokenizer']!r}: expected 'bytes'")
-    idx = torch.tensor([list(prompt.encode() or b"\n")], device=device)
+    idx = torch.tensor([list(options.sample.encode() or b"\n")], device=device)
     generator = torch.Generator(device).manual_seed(options.seed)
     decode = codecs.getincrementaldecoder("utf-8")("replace").decode            # a character may span several tokens
-    print(prompt, end="")
+    print(options.sample, end="")
     for token in model.stream(idx, options.max_new_tokens, options.temperature, generator=generator):
         print(decode(bytes([token.item()])), end="", flush=True)
     print()
@@ -380,21 +415,21 @@ def sample(options: Options, prompt: str) -> None:
 
 def main(argv: list[str]) -> int:
     try:
-        options = parse(argv)
-        if options.sample is not None:
-            sample(options, options.sample)
+        given = parse(argv)
+        if "sample" in given:
+            sample(Options(**given))
             return 0
-        val_loss = train(options)
-        if not options.eval_only:
-            print("\nA sample:\n" + "-" * 80)
-            sample(options, "\n")
-            print("-" * 80)
+        val_loss = train(given)
         print(f"validation loss {val_loss:.4f} nats per token, perplexity {math.exp(val_loss):.3f}")
+        if not given.get("eval_only"):
+            print("a sample:")
+            sample(Options(**given | dict(sample="\n")))
         return 0
-    except UserError as error:
+    except (UserError, OSError) as error:
         print(f"train.py: {error}", file=sys.stderr)
         return 2
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(encoding="utf-8", errors="replace")                  # not the code page of a redirection
     sys.exit(main(sys.argv[1:]))

@@ -120,27 +120,27 @@ def build(own, variant="exoformer", lam=None):
 
 @torch.no_grad()
 def run(model, tokens=(0, 1)):
-    """model(tokens), and what its parts gave on the way: the anchors, the mix and the input of W^O."""
-    seen, attn = {}, model.blocks[0].attn
+    """model(tokens), and what its parts gave on the way: anchors, mix, U and O, a row for each token."""
+    seen, attn, attend = {}, model.blocks[0].attn, exoformer.attend
     parts = {"raw": model.anchor.proj["v"], "anchor": model.anchor, "mix": attn.mix, "out": attn.out}
-    hooks = [part.register_forward_hook(lambda _, inputs, output, name=name: seen.update({name: (inputs, output)}))
+    hooks = [part.register_forward_hook(lambda _, inputs, output, name=name: seen.update({name: output}))
              for name, part in parts.items()]
-    logits = model(torch.tensor([tokens]))[0][0]
+    exoformer.attend = lambda q, k, v: seen.setdefault("u", attend(q, k, v))    # its result, on its way to the gate
+    logits = model(torch.tensor([tokens]))[0][0]                                # [T, V]
+    exoformer.attend = attend
     for hook in hooks:
         hook.remove()
-    mixed = {s: value[0, :, 0] for s, value in seen["mix"][1].items()}          # [T, d_h]
-    return {"raw": seen["raw"][1][0], "anchor": seen["anchor"][1]["v"][0, :, 0], "mixed": mixed,
-            "gated": seen["out"][0][0][0], "o": seen["out"][1][0], "logits": logits}
+    return {"raw": seen["raw"][0], "anchor": seen["anchor"]["v"][0, :, 0], "u": seen["u"][0, :, 0], "o": seen["out"][0],
+            "mixed": {s: value[0, :, 0] for s, value in seen["mix"].items()}, "logits": logits}         # [T, d_h] each
 
 
 def by_model(own):
     seen = run(build(own))
-    gate, o = seen["mixed"]["g"].sigmoid(), seen["o"]                           # W^O = 1, so O = U ⊙ σ(Ĝ)
-    u = seen["gated"][1] / gate[1]
-    weights = torch.linalg.solve(seen["mixed"]["v"].T, u)                       # U = weights · V̂
-    return {"rms": (seen["raw"] / seen["anchor"])[1, 0], "anchor": seen["anchor"][1], "mixed": seen["mixed"]["v"][1],
-            "other": seen["mixed"]["v"][0], "weights": weights.flip(0), "retrieved": u, "gate": gate[1], "gated": o[1],
-            "first": o[0], "logits": seen["logits"].flatten()}
+    v, u, o = seen["mixed"]["v"], seen["u"], seen["o"]
+    weights = torch.linalg.solve(v.T, u[1])                                     # U = weights · V̂
+    return {"rms": (seen["raw"] / seen["anchor"])[1, 0], "anchor": seen["anchor"][1], "mixed": v[1], "other": v[0],
+            "weights": weights.flip(0), "retrieved": u[1], "gate": o[1] / u[1],     # W^O = 1, so O = U ⊙ σ(Ĝ)
+            "gated": o[1], "first": o[0], "logits": seen["logits"].flatten()}
 
 
 class Disagreement(Exception):
@@ -216,6 +216,8 @@ def dynamic_half(own):
 
 def main() -> int:
     own = own_projections()
+    print("Two tokens, one head of width 2. The second token asks: its value anchor is (3, 4), its own value (1, -1),\n"
+          "λ = (0.75, 0.25). The first one's mixed value is (0, 1). What does the second token get?")
     try:
         static_half(own)
         dynamic_half(own)
@@ -227,4 +229,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(encoding="utf-8")            # Greek, whatever the code page
     sys.exit(main())

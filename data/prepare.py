@@ -9,6 +9,7 @@ Tokens are bytes, so the vocabulary is 256. The .bin files are nanoGPT's: header
 """
 
 import hashlib
+import http.client
 import json
 import os
 import platform
@@ -26,7 +27,7 @@ HERE = Path(__file__).resolve().parent      # so that it works from any folder
 SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 
-# Folders that are not written by people for people: tests, installed packages, generated tables
+# Tests, installed packages and generated tables
 LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "pydoc_data", "__pycache__"}
 
 
@@ -36,7 +37,6 @@ class UserError(Exception):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Making
-
 
 def stdlib(root: Path) -> tuple[bytes, bytes]:
     """Sources under root as (train, val): whole files in order of their paths, every tenth to val."""
@@ -62,7 +62,7 @@ def download(url: str, sha256: str) -> bytes:
                 while piece := reply.read(1 << 16):
                     text += piece
                     bar.update(len(piece))
-    except OSError as error:                                            # URLError, time-outs and resets are OSErrors
+    except (OSError, http.client.HTTPException, ValueError) as error:   # unreachable, cut off, or not HTTP at all
         raise UserError(f"no download of {url} ({error}): fetch it by hand, save it as "
                         f"{HERE / 'shakespeare' / 'input.txt'} and run this again") from None
     check(text, sha256, url)
@@ -151,8 +151,8 @@ def load(name: str, block_size: int, folder: Path = HERE) -> tuple[dict, Split, 
     path = folder / name
     if not (path / "meta.json").exists():
         if name != "pystdlib":
-            raise UserError(f"--dataset={name}: no {path / 'meta.json'}, make it with: python data/prepare.py "
-                            f"{name if name == 'shakespeare' else f'{name}.txt'}")
+            raise UserError(f"--dataset={name}: no {path / 'meta.json'}, make it with data/prepare.py "
+                            "(python data/prepare.py my.txt makes the data set my)")
         prepare(name, folder)
     meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))
     return meta, *(Split(path / f"{split}.bin", meta["vocab_size"], block_size) for split in ("train", "val"))
