@@ -210,7 +210,8 @@ class Mixing(nn.Module):
         super().__init__()
         d, h, m = config.n_embd, config.n_head, len(config.mix)
         shape = {"scalar": (1, 1), "headwise": (h, 1), "elementwise": (h, d // h)}[config.granularity]  # meets [h, d_h]
-        self.lam = nn.ParameterDict((s, nn.Parameter(torch.empty(2, *shape))) for s in config.mix)    # a dict it sorts
+        # pairs, because ParameterDict sorts the keys of a dict and γ comes in the order q k v g
+        self.lam = nn.ParameterDict((s, nn.Parameter(torch.empty(2, *shape))) for s in config.mix)
         self.dynamic = config.dynamic
         if config.dynamic:
             self.W1 = nn.Linear(d, 16, bias=False)
