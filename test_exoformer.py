@@ -938,6 +938,7 @@ def test_save_is_whole_or_not_at_all(lab, monkeypatch):
     monkeypatch.setattr(torch, "save", fails)
     assert train.main([*TINY, "--dataset=d", "--out_dir=out", "--max_iters=1"]) == 2
     assert Path("out/checkpoint.pt").read_bytes() == before
+    assert sorted(path.name for path in Path("out").iterdir()) == ["checkpoint.pt", "log.csv"]
 
 
 def test_compiled_run_saves_the_raw_model(lab, monkeypatch):

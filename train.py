@@ -254,8 +254,12 @@ def to_device(ids: np.ndarray, device: torch.device) -> Tensor:
 
 def save(path: Path, checkpoint: dict) -> None:
     """Write to a temporary file and rename it: a kill at any moment leaves the old checkpoint or the new one."""
-    torch.save(checkpoint, path.with_suffix(".tmp"))
-    os.replace(path.with_suffix(".tmp"), path)
+    temporary = path.with_suffix(".tmp")
+    try:
+        torch.save(checkpoint, temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def load_checkpoint(out_dir: str, device: torch.device) -> tuple[dict, ExoFormer]:

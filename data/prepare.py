@@ -87,11 +87,12 @@ def write(folder: Path, train: bytes, val: bytes, source: str) -> dict:
     folder.mkdir(parents=True, exist_ok=True)
     contents = {f"{name}.bin": content for name, content in bins.items()}
     for file, content in (contents | {"meta.json": json.dumps(meta, indent=1).encode()}).items():
+        temporary = folder / f"{file}.tmp"
         try:
-            (folder / f"{file}.tmp").write_bytes(content)
-            os.replace(folder / f"{file}.tmp", folder / file)
+            temporary.write_bytes(content)
+            os.replace(temporary, folder / file)
         finally:
-            (folder / f"{file}.tmp").unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
     return meta
 
 
