@@ -34,7 +34,7 @@ from exoformer import Config, ExoFormer
 # Options: nanoGPT's names, every field a flag
 
 DEFAULTS = {    # what suits a device
-    "cpu":  dict(n_layer=3, n_head=4, n_embd=256, block_size=256, batch_size=8, max_iters=850, warmup_iters=40,
+    "cpu":  dict(n_layer=4, n_head=4, n_embd=256, block_size=256, batch_size=8, max_iters=750, warmup_iters=40,
                  muon_lr=0.006, adamw_lr=0.003, eval_interval=250),
     "cuda": dict(n_layer=6, n_head=6, n_embd=384, block_size=256, batch_size=64, max_iters=2500, warmup_iters=100,
                  muon_lr=0.006, adamw_lr=0.003, eval_interval=500),
