@@ -901,7 +901,11 @@ def test_resume_takes_its_options_from_the_checkpoint(lab, capsys):
     assert {name: checkpoint["options"][name] for name in ("variant", "batch_size", "dataset", "max_iters")} == dict(
         variant="gated", batch_size=4, dataset="d", max_iters=3)
     for flags, words in (("--n_layer=5", "n_layer=5 2"), ("--variant=base", "variant=base gated"),
-                         ("--dataset=pystdlib", "dataset=pystdlib d"), ("", "max_iters=3 3 steps")):
+                         ("--dataset=pystdlib", "dataset=pystdlib d"), ("", "max_iters=3 3 steps"),
+                         ("--max_iters=4", "vocab_size=300 256")):
+        if "300" in words:                                              # ids that the model has no embedding for
+            meta = json.loads(Path("d/meta.json").read_text(encoding="utf-8"))
+            Path("d/meta.json").write_text(json.dumps(meta | dict(vocab_size=300)), encoding="utf-8")
         capsys.readouterr()
         assert train.main(resume + flags.split()) == 2
         error = capsys.readouterr().err
