@@ -294,7 +294,7 @@ class ExoFormer(nn.Module):
 
     def __init__(self, config: Config):
         super().__init__()
-        seed = int(torch.randint(2**32, (), device="cpu"))      # drawn first: nn.Linear draws too, in some order
+        seed = int(torch.randint(2**32, (), device="cpu"))      # drawn first: the layers below draw too
         self.config = config
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)
         self.anchor = Anchor(config) if config.anchor != "none" else None
@@ -393,8 +393,8 @@ class ExoFormer(nn.Module):
         cache, chunk = self.new_cache(), idx[:, -block_size:]           # chunk: what the cache has not seen
         context = chunk
         for _ in range(max_new_tokens):
-            if cache[0].length + chunk.size(1) > block_size:            # full; to drop the oldest entries would not do:
-                context = context[:, -((block_size + 1) // 2):]         # deep ones depend on tokens no longer there
+            if cache[0].length + chunk.size(1) > block_size:            # full. Dropping the oldest entries would not do:
+                context = context[:, -((block_size + 1) // 2):]         # later ones, in deep layers, depend on them
                 cache, chunk = self.new_cache(), context
             logits = self(chunk, cache=cache)[0][:, -1].float()         # [B, V]
             if temperature == 0:

@@ -873,7 +873,7 @@ def test_accumulation_equals_a_larger_batch(lab):
 
 
 def test_resume_equals_the_unbroken_run(lab, monkeypatch):
-    """A run stopped behind a checkpoint and resumed ends with the weights and the log of the unbroken run, bit for bit."""
+    """A run stopped behind a checkpoint and resumed ends with the unbroken run's weights and log, bit for bit."""
     expected = lab("--max_iters=20", out="whole")
 
     def stops(step, *args, lr_factor=train.lr_factor):
@@ -936,7 +936,7 @@ def test_a_diverged_run_keeps_the_good_checkpoint(lab, monkeypatch):
 
 
 def test_save_is_whole_or_not_at_all(lab, monkeypatch):
-    """A save that fails half-way, or before its last step, leaves the previous checkpoint as it was and no other file."""
+    """A save that fails half-way, or at its last step, leaves the previous checkpoint and no other file."""
     lab("--max_iters=1")
     before = Path("out/checkpoint.pt").read_bytes()
 
