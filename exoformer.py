@@ -393,8 +393,8 @@ class ExoFormer(nn.Module):
         cache, chunk = self.new_cache(), idx[:, -block_size:]           # chunk: what the cache has not seen
         context = chunk
         for _ in range(max_new_tokens):
-            if cache[0].length + chunk.size(1) > block_size:            # full. Dropping the oldest entries would not do:
-                context = context[:, -((block_size + 1) // 2):]         # later ones, in deep layers, depend on them
+            if cache[0].length + chunk.size(1) > block_size:        # full. Dropping the oldest entries would not do:
+                context = context[:, -((block_size + 1) // 2):]     # later ones, in deep layers, depend on them
                 cache, chunk = self.new_cache(), context
             logits = self(chunk, cache=cache)[0][:, -1].float()         # [B, V]
             if temperature == 0:
