@@ -7,20 +7,26 @@ causality or caching therefore begins with `randomise`, which gives every parame
 
 import copy
 import csv
+import gc
 import hashlib
 import http.server
 import itertools
 import json
 import math
+import os
+import pickle
 import re
 import runpy
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import threading
+import time
 import types
 from dataclasses import asdict, replace
+from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
@@ -700,7 +706,7 @@ def test_data_round_trip(tmp_path):
     assert meta["sha256"] == {split: hashlib.sha256(content).hexdigest() for split, content in raw.items()}
     assert (meta["vocab_size"], meta["tokenizer"]) == (256, "bytes")
     assert sorted(path.name for path in (tmp_path / "my text").iterdir()) == ["meta.json", "train.bin", "val.bin"]
-    _, split, _ = prepare.load("my text", 8, tmp_path)
+    _, split, _ = prepare.load("my text", 8, folder=tmp_path)
     x, y = split.windows(np.array([0, 100]))
     assert bytes(x[1].tolist()) == text[100:108] and bytes(y[1].tolist()) == text[101:109]
 
@@ -711,11 +717,13 @@ def test_default_data_set_makes_itself(tmp_path, monkeypatch):
     for i in range(10):
         (tmp_path / "lib" / f"m{i}.py").write_text("x = 1\n" * 5, encoding="utf-8")
     monkeypatch.setattr(prepare.sysconfig, "get_path", lambda _: str(tmp_path / "lib"))
-    meta, split, val = prepare.load("pystdlib", 8, tmp_path)
+    _, split, val = prepare.load("pystdlib", 8, folder=tmp_path)
+    meta = json.loads((tmp_path / "pystdlib" / "meta.json").read_text(encoding="utf-8"))
     assert meta["source"].endswith(".".join(map(str, sys.version_info[:3])))
     assert (len(split.tokens), len(val.tokens)) == (9 * 30, 30)
-    with pytest.raises(prepare.UserError, match="--dataset=other.*data/prepare.py"):
-        prepare.load("other", 8, tmp_path)
+    for name, command in (("other", "prepare.py' my.txt"), ("shakespeare", "prepare.py' shakespeare")):
+        with pytest.raises(prepare.UserError, match=f"--dataset={name}: .*train.bin.*{command}"):
+            prepare.load(name, 8, folder=tmp_path)
 
 
 def test_stdlib_split(tmp_path):
@@ -776,19 +784,21 @@ def test_shakespeare_by_download(tmp_path, server, monkeypatch):
 
 
 def test_ids_outside_the_vocabulary_are_caught(tmp_path):
-    """An id the model has no embedding for is an error of the data loader, which names file and id."""
-    meta = prepare.write(tmp_path / "d", b"abc" * 40, b"abc" * 40, "a test")
-    np.full(120, 300, dtype="<u2").tofile(tmp_path / "d" / "val.bin")
-    _, split, val = prepare.load("d", 8, tmp_path)
-    assert meta["vocab_size"] == 256 and split.batch(4, 0, 0)[0].max() < 256
-    with pytest.raises(prepare.UserError, match=r"val\.bin holds the id 300.*vocab_size=256"):
-        val.batch(4, 0, 0)
+    """An id the model has no embedding for is an error of the data loader, which names file, offset and id."""
+    prepare.write(tmp_path / "d", b"abc" * 40, b"abc" * 40, "a test")
+    ids = np.zeros(120, dtype="<u2")
+    ids[57] = 300
+    ids.tofile(tmp_path / "d" / "val.bin")
+    _, split, val = prepare.load("d", 8, folder=tmp_path)
+    assert split.batch(4, 0, 0)[0].max() < 256
+    with pytest.raises(prepare.UserError, match=r"val\.bin: token 57 is the id 300.*vocab_size=256"):
+        list(val.fixed(0, 4))
 
 
 def test_batches_depend_on_seed_and_step_alone(tmp_path):
-    """A batch is a pure function of (seed, step), reaches both ends of the split; evaluation has fixed windows."""
+    """A batch is a pure function of (seed, step) and reaches both ends of the split."""
     prepare.write(tmp_path / "d", bytes(range(20)), bytes(range(100)), "a test")
-    _, split, val = prepare.load("d", 8, tmp_path)
+    _, split, val = prepare.load("d", 8, folder=tmp_path)
     np.random.seed(0)
     first = split.batch(4, 1, 2)[0]
     np.random.seed(1)
@@ -796,29 +806,91 @@ def test_batches_depend_on_seed_and_step_alone(tmp_path):
     assert (split.batch(4, 1, 3)[0] != first).any() and (split.batch(4, 2, 2)[0] != first).any()
     x, y = split.batch(1000, 0, 0)
     assert x.min() == 0 and y.max() == 19 and (y == x + 1).all()
-    windows = [np.concatenate([y for _, y in val.fixed(10, size)]) for size in (3, 10)]
-    assert (windows[0] == windows[1]).all() and windows[0].shape == (10, 8) and windows[0].max() == 99
+
+
+def test_evaluation_windows(tmp_path):
+    """Windows lie side by side, evenly over the split, the same for every batch size; 0 or too many takes them all."""
+    prepare.write(tmp_path / "d", bytes(20), bytes(range(100)), "a test")
+    _, _, val = prepare.load("d", 8, folder=tmp_path)
+    for count, expected in ((0, range(0, 96, 8)), (99, range(0, 96, 8)), (3, [0, 32, 64]), (5, [0, 16, 32, 56, 72])):
+        for size in (1, 3, 100):
+            x, y = (np.concatenate(ids) for ids in zip(*val.fixed(count, size)))
+            assert x[:, 0].tolist() == list(expected) and (y == x + 1).all() and x.shape[1] == 8
+
+
+def test_a_users_own_folder(tmp_path, monkeypatch):
+    """Any folder with nanoGPT's .bin files is a data set; llm.c's header is read; a pickle in it never is."""
+    class Poison:
+        def __reduce__(self):
+            return pytest.fail, ("meta.pkl was unpickled",)
+    own = tmp_path / "my own"
+    own.mkdir()
+    (own / "meta.pkl").write_bytes(pickle.dumps(Poison()))
+    ids = np.arange(1000, dtype="<u2") + 50_000
+    ids.tofile(own / "train.bin")
+    header = np.zeros(256, dtype="<i4")
+    header[:3] = 20240520, 1, len(ids)
+    (own / "val.bin").write_bytes(header.tobytes() + ids.tobytes())
+    with pytest.raises(prepare.UserError, match="my own: no meta.json.*--vocab_size"):
+        prepare.load(str(own), 8)
+    monkeypatch.chdir(tmp_path)
+    data, *splits = prepare.load("my own", 8, 51_000)
+    assert all((split.tokens == ids).all() for split in splits) and splits[0].batch(2, 0, 0)[0].min() >= 50_000
+    assert (data["vocab_size"], data["tokenizer"]) == (51_000, None)
+    ids[-1] = 7
+    ids.tofile(own / "train.bin")                                       # the same size, another end
+    assert prepare.load("my own", 8, 51_000)[0]["train"] != data["train"]
+    (own / "meta.json").write_text('{"vocab_size": 50257}', encoding="utf-8")
+    assert prepare.load("my own", 8)[1].vocab_size == 50_257
+    assert prepare.load("my own", 8, 50_304)[1].vocab_size == 50_304    # padded, as many do for speed
+    with pytest.raises(prepare.UserError, match="--vocab_size=300: .*meta.json has 50257"):
+        prepare.load("my own", 8, 300)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Training
 
 TINY = ("--device=cpu --dtype=float32 --n_layer=2 --n_head=2 --n_embd=32 --block_size=16 --batch_size=4 "
-        "--log_interval=1 --warmup_iters=2 --eval_interval=10 --eval_iters=8 --max_new_tokens=20").split()
+        "--log_interval=1 --warmup_iters=4 --eval_interval=10 --eval_iters=8 --max_new_tokens=20").split()
 
 
 @pytest.fixture
 def lab(tmp_path, monkeypatch):
     """An empty folder with a data set "d", and a way to run train.py in it: run(*flags) -> rows of log.csv."""
     prepare.write(tmp_path / "d", b"the quick brown fox. " * 200, b"the quick brown fox. " * 20, "a test")
-    monkeypatch.setattr(train, "load_data", lambda name, block_size: prepare.load(name, block_size, tmp_path))
     monkeypatch.chdir(tmp_path)
 
-    def run(*flags, out="out"):
-        assert train.main([*TINY, "--dataset=d", f"--out_dir={out}", *flags]) == 0
+    def run(*flags, out="out", code=0):
+        assert train.main([*TINY, "--dataset=d", f"--out_dir={out}", *flags]) == code
         with open(tmp_path / out / "log.csv", newline="") as file:
             return list(csv.DictReader(file))
     return run
+
+
+def saved(name="last", out="out"):
+    return torch.load(f"{out}/{name}.pt", weights_only=True)
+
+
+def assert_same_run(out, other):
+    """Both checkpoints, optimizers and all, and the log of two runs are equal bit for bit."""
+    for name in ("last", "best"):
+        a, b = saved(name, out), saved(name, other)
+        for key in ("format", "step", "val_loss", "best_loss", "data", "config"):
+            assert a[key] == b[key], (name, key)
+        torch.testing.assert_close(a["model"], b["model"], rtol=0, atol=0)
+        torch.testing.assert_close(a["optimizers"], b["optimizers"], rtol=0, atol=0)
+    logs = [[row[:5] for row in csv.reader(open(f"{folder}/log.csv", newline=""))] for folder in (out, other)]
+    assert logs[0] == logs[1] and len(logs[0]) > 1
+    assert sorted(path.name for path in Path(other).iterdir()) == ["best.pt", "last.pt", "log.csv"]
+
+
+def at_step(monkeypatch, number, action):
+    """Do something at the beginning of step `number` (from 0)."""
+    def factor(step, *args, lr_factor=train.lr_factor):
+        if step == number:
+            action()
+        return lr_factor(step, *args)
+    monkeypatch.setattr(train, "lr_factor", factor)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -828,19 +900,34 @@ def test_twenty_steps_lower_the_loss(lab, capsys, variant):
     assert [int(row["step"]) for row in rows] == list(range(1, 21))
     assert float(rows[0]["train_loss"]) == pytest.approx(math.log(256), abs=0.01)
     assert float(rows[-1]["train_loss"]) < 4.5 and float(rows[-1]["val_loss"]) < 4.5
-    checkpoint = torch.load("out/checkpoint.pt", weights_only=True)
-    assert checkpoint["step"] == 20 and checkpoint["val_loss"] == float(rows[-1]["val_loss"])
-    assert Config(**checkpoint["config"]) == Config.variant(variant, n_layer=2, n_head=2, n_embd=32, block_size=16)
-    assert f"validation loss {checkpoint['val_loss']:.4f}" in capsys.readouterr().out
+    assert saved()["step"] == 20 and saved()["val_loss"] == float(rows[-1]["val_loss"])
+    sizes = dict(n_layer=2, n_head=2, n_embd=32, block_size=16)
+    assert Config(**saved()["config"]) == Config.variant(variant, **sizes)
+    assert f"validation loss {saved()['val_loss']:.4f}" in capsys.readouterr().out
 
 
 def test_axes_reach_the_model(lab):
-    """The flags for the design's axes and sizes build the model they name."""
+    """Every field of the model's Config is a flag."""
     lab("--max_iters=1", "--variant=exoformer", "--mix=vg", "--granularity=headwise", "--anchor_norm=v",
-        "--post_norm=qkv", "--anchor_layer=1")
-    config = Config(**torch.load("out/checkpoint.pt", weights_only=True)["config"])
+        "--post_norm=qkv", "--anchor_layer=1", "--dynamic", "--rope_theta=100", "--vocab_size=260")
+    config = Config(**saved()["config"])
     assert (config.mix, config.granularity, config.anchor_norm, config.post_norm, config.anchor_layer) == (
         "vg", "headwise", "v", "qkv", 1)
+    assert (config.dynamic, config.rope_theta, config.vocab_size) == (True, 100.0, 260)
+
+
+def test_presets():
+    """A device has its preset, every preset builds its model, flags override its values; nanoGPT's sizes are kept."""
+    for device, name in (("cpu", "cpu"), ("cuda", "gpu")):
+        options, flags = train.settle({}, None, torch.device(device))
+        assert options.preset == name and flags.items() <= train.PRESETS[name].items()
+    for name, row in train.PRESETS.items():
+        options, flags = train.settle(dict(preset=name, n_embd=64, muon_lr=0.5), None, torch.device("cpu"))
+        assert (flags["n_embd"], options.muon_lr) == (64, 0.5) and options.batch_size == row["batch_size"]
+        assert Config.variant(options.variant, **flags | dict(n_embd=row["n_embd"])).n_layer == row["n_layer"]
+    sizes = itemgetter("n_layer", "n_head", "n_embd", "block_size", "dataset")
+    assert sizes(train.PRESETS["shakespeare-cpu"]) == (4, 4, 128, 64, "shakespeare")
+    assert sizes(train.PRESETS["shakespeare-gpu"]) == (6, 6, 384, 256, "shakespeare")
 
 
 def test_one_schedule_drives_both_optimizers(lab, monkeypatch):
@@ -853,69 +940,343 @@ def test_one_schedule_drives_both_optimizers(lab, monkeypatch):
         monkeypatch.setattr(kind, "step", step)
     rows = lab("--max_iters=10", "--muon_lr=0.02", "--adamw_lr=0.004")
     factors = np.array([float(row["lr_factor"]) for row in rows])
-    assert factors[0] == 0.5 and factors[-1] == pytest.approx(0.1)
+    assert factors[0] == 0.25 and factors[-1] == pytest.approx(0.1)
     np.testing.assert_allclose(rates[train.Muon], 0.02 * factors)
     np.testing.assert_allclose(rates[torch.optim.AdamW], 0.004 * factors)
 
 
 def test_evaluation_does_not_touch_training(lab):
     """The losses are the same, bit for bit, however often validation runs."""
-    often, once = ([row["train_loss"] for row in lab("--max_iters=12", f"--eval_interval={k}")] for k in (2, 1000))
+    often, once = ([row["train_loss"] for row in lab("--max_iters=12", f"--eval_interval={k}")] for k in (1, 1000))
     assert often == once
 
 
-def test_accumulation_equals_a_larger_batch(lab):
-    """4 micro-batches of 2 train and log as one batch of 8: both losses and gradients are means."""
-    def curve(*flags):
-        return [(float(row["train_loss"]), float(row["grad_norm"])) for row in lab("--max_iters=4", *flags)]
-    accumulated = curve("--batch_size=2", "--gradient_accumulation_steps=4")
-    np.testing.assert_allclose(accumulated, curve("--batch_size=8"), rtol=1e-4)
+def test_accumulation_equals_a_larger_batch(lab, monkeypatch):
+    """8 micro-batches of 1 are one batch of 8: the same gradients to 1e-6 and the same logged loss."""
+    gradients = []
+
+    def step(self, original=train.Muon.step):
+        gradients.append([p.grad.clone() for p in self.param_groups[0]["params"]])
+        original(self)
+    monkeypatch.setattr(train.Muon, "step", step)
+    accumulated, whole = (lab("--max_iters=3", f"--batch_size={b}", f"--gradient_accumulation_steps={8 // b}")
+                          for b in (1, 8))
+    for a, b in zip(gradients[:3], gradients[3:]):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+    assert max(g.abs().max() for g in gradients[2]) > 1e-3
+    for a, b in zip(accumulated, whole):
+        assert float(a["train_loss"]) == pytest.approx(float(b["train_loss"]), rel=1e-6)
 
 
-def test_resume_equals_the_unbroken_run(lab, monkeypatch):
-    """A run stopped behind a checkpoint and resumed ends with the unbroken run's weights and log, bit for bit."""
-    expected = lab("--max_iters=20", out="whole")
+def test_speed_leaves_out_all_but_the_steps(lab, monkeypatch):
+    """By a clock that only reading (one second) and evaluating, saving and compiling (an hour) move, a step has 1 s."""
+    now = [0]
 
-    def stops(step, *args, lr_factor=train.lr_factor):
-        if step == 13:                                                  # three steps behind the checkpoint
-            raise KeyboardInterrupt
-        return lr_factor(step, *args)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(train, "lr_factor", stops)
+    def tick():
+        now[0] += 1
+        return now[0]
+
+    def an_hour(function):
+        def slow(*args):
+            now[0] += 3600
+            return function(*args)
+        return slow
+    monkeypatch.setattr(train.time, "perf_counter", tick)
+    for name in ("evaluate", "save", "compiled"):
+        monkeypatch.setattr(train, name, an_hour(getattr(train, name) if name != "compiled" else lambda model, *_: model))
+    rows = lab("--max_iters=6", "--eval_interval=2", "--compile", "--gradient_accumulation_steps=3")
+    assert [float(row["seconds"]) for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert {row["tokens_per_second"] for row in rows} == {str(3 * 4 * 16)}
+
+
+def test_mfu(lab, monkeypatch, capsys):
+    """MFU is model FLOPs by the peak of the GPU's name, and n/a on a CPU, an unknown GPU and in float32."""
+    cuda = torch.device("cuda", 0)
+    for name, peak in (("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA L40S", 362e12),
+                       ("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H200", 989e12), ("NVIDIA L4", 121e12)):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
+        assert train.peak_flops(cuda, "bfloat16") == peak and math.isnan(train.peak_flops(cuda, "float32"))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Abacus")
+    assert math.isnan(train.peak_flops(cuda, "bfloat16"))
+    lab("--max_iters=2")
+    assert "MFU n/a" in capsys.readouterr().err
+    monkeypatch.setattr(train.time, "perf_counter", itertools.count().__next__)         # a step takes a second
+    config = Config.variant("exoformer-dynamic", n_layer=2, n_head=2, n_embd=32, block_size=16)
+    monkeypatch.setattr(train, "peak_flops", lambda *_: ExoFormer(config).flops_per_token() * 4 * 16 / 0.37)
+    lab("--max_iters=2")
+    assert "64 tokens/s, MFU 37%" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Nothing is lost
+
+@pytest.mark.parametrize("step, number", [(0, 2), (2, 15), (9, 2), (13, 15), (16, 2), (18, 15)])
+def test_resume_after_a_signal_is_exact(lab, monkeypatch, capsys, step, number):
+    """SIGINT (2) and SIGTERM (15) finish the step, save, print the command that resumes and exit 130 / 143; that run
+    ends as the unbroken one, bit for bit: in warm-up, at an evaluation, at the start of decay, in the last step but 1.
+    """
+    lab("--max_iters=20", "--eval_interval=5", out="whole")
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as end:
+        at_step(patch, step, lambda: signal.raise_signal(number))
+        lab("--max_iters=20", "--eval_interval=5")
+    assert end.value.code == 128 + number and saved()["step"] == step + 1
+    command = shlex.split(capsys.readouterr().out.split("resume with: ")[1])
+    assert train.main(command[2:]) == 0
+    assert_same_run("whole", "out")
+
+
+def test_resume_after_a_crash_is_exact(lab, monkeypatch):
+    """A run that died three steps behind its checkpoint goes on from there and ends as the unbroken one."""
+    lab("--max_iters=20", out="whole")
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        at_step(patch, 13, lambda: 1 / 0)
         lab("--max_iters=20")
-    rows = lab("--max_iters=20", "--init_from=resume")
-    for row in rows + expected:
-        del row["tokens_per_second"]
-    assert rows == expected and len(rows) == 20
-    whole, resumed = (torch.load(f"{out}/checkpoint.pt", weights_only=True)["model"] for out in ("whole", "out"))
-    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    with open("out/log.csv", "a") as log:
+        log.write("14,2.5")                                             # torn by the kill
+    lab("--max_iters=20", "--init_from=resume")
+    assert_same_run("whole", "out")
+
+
+def test_second_signal_quits_at_once():
+    """Behind the first signal the default action is back for both, and behind the block what was there before."""
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    with train.first_signal() as caught:
+        assert not caught
+        signal.raise_signal(signal.SIGTERM)
+        assert caught == [signal.SIGTERM]
+        assert {signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)} == {signal.SIG_DFL}
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def fork(action):
+    """The pid of a child process that does something, silently, and exits 0."""
+    pid = os.fork()
+    if pid == 0:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        os.dup2(1, 2)
+        action()
+        os._exit(0)
+    return pid
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_twenty_kills_lose_nothing(lab):
+    """kill -9 at twenty random moments, with a save after every step: both files are always whole, and the run that
+    goes on from them each time ends as the unbroken one, bit for bit.
+    """
+    flags = [*TINY, "--dataset=d", "--max_iters=60", "--eval_interval=1"]
+    assert train.main([*flags, "--out_dir=whole"]) == 0
+    seconds = saved(out="whole")["seconds"] * 2 / 20                    # of steps; saving takes about as long again
+    waits, kills = np.random.default_rng(0), 0
+    while kills < 20:
+        resume = ["--init_from=resume"] if Path("out/last.pt").exists() else []
+        pid = fork(lambda: train.main([*flags, "--out_dir=out", *resume]))
+        time.sleep(waits.uniform(0, 2 * seconds) + 0.02)
+        os.kill(pid, signal.SIGKILL)
+        if os.waitpid(pid, 0)[1] == 0:                                  # too late, it was through: begin again
+            shutil.rmtree("out")
+            continue
+        kills += 1
+        for name in ("best", "last"):
+            if Path(f"out/{name}.pt").exists():
+                train.load_checkpoint(Path(f"out/{name}.pt"))
+    resume = ["--init_from=resume"] if Path("out/last.pt").exists() else []
+    assert train.main([*flags, "--out_dir=out", *resume]) == 0
+    assert_same_run("whole", "out")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork and a limit on file sizes")
+def test_a_full_disk_leaves_the_last_checkpoint(lab):
+    """Where a file cannot grow, as on a full disk, saving fails with exit code 2 and the files stay as they were."""
+    import resource
+    lab("--max_iters=2")
+    before = {path.name: path.read_bytes() for path in Path("out").glob("*.pt")}
+
+    def fails():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
+        os._exit(train.main([*TINY, "--dataset=d", "--out_dir=out", "--init_from=resume", "--max_iters=4"]))
+    assert os.waitstatus_to_exitcode(os.waitpid(fork(fails), 0)[1]) == 2
+    assert {path.name: path.read_bytes() for path in Path("out").iterdir() if path.name != "log.csv"} == before
+
+
+def test_replacing_is_whole_or_not_at_all(tmp_path, monkeypatch):
+    """A write that fails half-way, in fsync or in the renaming leaves the old file and no other; fsync comes first."""
+    path, calls = tmp_path / "a.pt", []
+    path.write_bytes(b"old")
+    for name in ("fsync", "replace", None):
+        with monkeypatch.context() as patch, pytest.raises(OSError, match="disk full"):
+            def fails(*_):
+                raise OSError("disk full")
+            if name:
+                patch.setattr(os, name, fails)
+            with prepare.replacing(path) as file:
+                file.write(b"half")
+                if not name:
+                    fails()
+        assert path.read_bytes() == b"old" and len(list(tmp_path.iterdir())) == 1
+    for name in ("fsync", "replace"):
+        monkeypatch.setattr(os, name, lambda *args, call=getattr(os, name): calls.append(call.__name__) or call(*args))
+    with prepare.replacing(path) as file:
+        file.write(b"new")
+    assert path.read_bytes() == b"new" and calls == ["fsync", "replace"] and len(list(tmp_path.iterdir())) == 1
+
+
+def test_last_and_best(lab, monkeypatch):
+    """last.pt is the newest and best.pt the one of lowest validation loss, also over a resume, however short the run."""
+    losses = iter([3.0, 2.0, 2.5, 2.2, 1.9])
+    monkeypatch.setattr(train, "evaluate", lambda *_: next(losses))
+    lab("--max_iters=3", "--eval_interval=1")
+    steps = [tuple(itemgetter("step", "val_loss", "best_loss")(saved(name)) for name in ("last", "best"))]
+    for more in (4, 5):
+        lab("--init_from=resume", f"--max_iters={more}")
+        steps.append(tuple(itemgetter("step", "val_loss", "best_loss")(saved(name)) for name in ("last", "best")))
+    assert steps == [((3, 2.5, 2.0), (2, 2.0, 2.0)), ((4, 2.2, 2.0), (2, 2.0, 2.0)), ((5, 1.9, 1.9), (5, 1.9, 1.9))]
+    monkeypatch.setattr(train, "evaluate", lambda *_: 5.0)
+    lab("--max_iters=1", "--eval_interval=1000")                        # another run in the same folder
+    assert saved("best")["step"] == saved()["step"] == 1
+
+
+def test_checkpoints_are_plain(lab):
+    """A checkpoint is tensors and plain values, loads with weights_only, and says all that a run is."""
+    lab("--max_iters=2")
+
+    def plain(value):
+        if type(value) is dict or type(value).__name__ == "OrderedDict":
+            return all(type(key) in (str, int) and plain(v) for key, v in value.items())
+        if type(value) in (list, tuple):
+            return all(map(plain, value))
+        return value is None or type(value) in (str, int, float, bool, torch.Tensor)
+    checkpoint = saved()
+    assert plain(checkpoint)
+    assert (checkpoint["format"], checkpoint["step"], checkpoint["options"]["batch_size"]) == (1, 2, 4)
+    meta = json.loads(Path("d/meta.json").read_text(encoding="utf-8"))
+    assert checkpoint["data"] == dict(name="d", vocab_size=256, tokenizer="bytes") | meta["sha256"]
+    assert set(checkpoint["model"]) == {name for name, _ in ExoFormer(Config(**checkpoint["config"])).named_parameters()}
+
+
+def test_compiled_and_plain_runs_share_checkpoints(lab, monkeypatch):
+    """--compile trains the compiled model but saves the raw one; either resumes, and samples, what the other left."""
+    calls = []
+
+    def spy(model, real=torch.compile):
+        net = real(model, backend="eager")
+        net.register_forward_hook(lambda *_: calls.append(1))
+        return net
+    monkeypatch.setattr(torch, "compile", spy)
+    torch._dynamo.reset()
+    lab("--max_iters=20", "--compile=false", "--eval_interval=5", out="whole")
+    assert not calls
+    lab("--max_iters=5", "--compile")
+    assert len(calls) == 1 + 5                                          # the first call, and every step
+    assert not any("_orig_mod" in name for name in saved()["model"])
+    lab("--max_iters=10", "--init_from=resume", "--compile=false")
+    assert len(calls) == 1 + 5
+    lab("--max_iters=12", "--init_from=resume", "--compile")
+    assert len(calls) == 1 + 5 + 1 + 2 and saved()["step"] == 12
+    assert train.main("--sample=x --device=cpu --max_new_tokens=3".split()) == 0
+
+
+def test_resume_needs_no_more_memory_than_starting(lab, monkeypatch):
+    """In a step of a resumed run no more bytes of tensors are alive than in a run from scratch, to a hundredth."""
+    def tensor_bytes():
+        gc.collect()
+        tensors = [x for x in gc.get_objects() if type(x) in (torch.Tensor, torch.nn.Parameter)]
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+        found.append(sum(storages.values()))
+    found = []
+    with monkeypatch.context() as patch:
+        at_step(patch, 3, tensor_bytes)
+        lab("--max_iters=4")
+        lab("--max_iters=3", out="other")
+        lab("--max_iters=4", "--init_from=resume", out="other")
+    assert 100_000 < found[1] < 1.01 * found[0]
 
 
 def test_resume_takes_its_options_from_the_checkpoint(lab, capsys):
-    """A bare --init_from=resume goes on with the checkpoint's options; a flag that contradicts it is an error."""
-    lab("--max_iters=2", "--variant=gated", "--weight_decay=0.3", "--mix=VG")
-    resume = ["--init_from=resume", "--out_dir=out"]
-    assert train.main([*resume, "--max_iters=3", "--weight_decay=0.2", "--mix=VG"]) == 0
-    checkpoint = torch.load("out/checkpoint.pt", weights_only=True)
-    assert checkpoint["step"] == 3 and checkpoint["optimizers"][0]["param_groups"][0]["weight_decay"] == 0.2
-    assert {name: checkpoint["options"][name] for name in ("variant", "batch_size", "dataset", "max_iters")} == dict(
-        variant="gated", batch_size=4, dataset="d", max_iters=3)
-    for flags, words in (("--n_layer=5", "n_layer=5 2"), ("--variant=base", "variant=base gated"),
-                         ("--dataset=pystdlib", "dataset=pystdlib d"), ("", "max_iters=3 3 steps"),
-                         ("--max_iters=4", "vocab_size=300 256")):
-        if "300" in words:                                              # ids that the model has no embedding for
-            meta = json.loads(Path("d/meta.json").read_text(encoding="utf-8"))
-            Path("d/meta.json").write_text(json.dumps(meta | dict(vocab_size=300)), encoding="utf-8")
+    """A bare --init_from=resume goes on with the checkpoint's options; what a flag changes is said, and what it cannot
+    change is an error with both values; a finished run says so and how to go on.
+    """
+    lab("--max_iters=2", "--variant=gated", "--weight_decay=0.3", "--mix=VG", "--preset=gpu")
+    resume = ["--init_from=resume", "--out_dir=out", "--device=cpu"]
+    capsys.readouterr()
+    assert train.main([*resume, "--max_iters=3", "--weight_decay=0.2", "--mix=VG", "--variant=gated"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("changed")]
+    assert sorted(lines) == ["changed since the checkpoint: max_iters from 2 to 3",
+                             "changed since the checkpoint: weight_decay from 0.3 to 0.2"]
+    assert saved()["step"] == 3 and saved()["optimizers"][0]["param_groups"][0]["weight_decay"] == 0.2
+    assert itemgetter("variant", "batch_size", "dataset", "max_iters")(saved()["options"]) == ("gated", 4, "d", 3)
+    for flag, words in (("--n_layer=5", "n_layer=5 2"), ("--variant=base", "variant=base gated"), ("--mix=q", "mix=q vg"),
+                        ("--n_head=5", "n_head=5 2"), ("--preset=cpu", "preset=cpu gpu"), ("--vocab_size=9", "9 256")):
+        assert train.main([*resume, flag]) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and all(word in error for word in words.split()), error
+    before = Path("out/last.pt").read_bytes()
+    assert train.main(resume) == 0
+    assert "has done its 3 steps: to extend it, resume with --max_iters=6" in capsys.readouterr().out
+    assert Path("out/last.pt").read_bytes() == before
+
+
+def test_resume_wants_its_data(lab, capsys):
+    """The data set may have moved; another one, by content or vocabulary, is an error that names both."""
+    lab("--max_iters=2")
+    shutil.copytree("d", "moved")
+    resume = ["--init_from=resume", "--out_dir=out", "--device=cpu", "--max_iters=4"]
+    assert train.main([*resume, "--dataset=moved", "--max_iters=3"]) == 0
+    prepare.write(Path("moved"), b"the quick brown fix. " * 200, b"the quick brown fox. " * 20, "a test")
+    meta = json.loads(Path("d/meta.json").read_text(encoding="utf-8"))
+    Path("d/meta.json").write_text(json.dumps(meta | dict(vocab_size=200)), encoding="utf-8")
+    for name, words in (("moved", "moved train trained"), ("d", "vocab_size 200 256")):
         capsys.readouterr()
-        assert train.main(resume + flags.split()) == 2
+        assert train.main([*resume, f"--dataset={name}"]) == 2
         error = capsys.readouterr().err
         assert error.count("\n") == 1 and all(word in error for word in words.split()), error
 
 
+@pytest.mark.parametrize("content", ["text", "cut", "flipped", "list", "format", "weights"])
+def test_a_damaged_or_foreign_checkpoint_is_one_line(lab, capsys, content):
+    """A file that is no checkpoint of this trainer, cut off, changed or of another format is named in one line."""
+    lab("--max_iters=1")
+    path = Path("out/last.pt")
+    raw, checkpoint = path.read_bytes(), saved()
+    middle = len(raw) // 2
+    if content in ("text", "cut", "flipped"):
+        path.write_bytes({"text": b"To be", "cut": raw[:-1000], "flipped": raw[:100] + b"?" * 300 + raw[400:]}[content])
+    else:
+        torch.save({"list": [1], "format": checkpoint | dict(format=2),
+                    "weights": checkpoint | dict(model={})}[content], path)
+    capsys.readouterr()
+    assert train.main(["--init_from=resume", "--max_iters=2", "--device=cpu"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "last.pt is damaged or no checkpoint of train.py" in error, error
+
+
+@pytest.mark.parametrize("what", ["loss", "gradient norm", "validation loss"])
+def test_a_diverged_run_keeps_the_good_checkpoints(lab, monkeypatch, capsys, what):
+    """A loss or norm that is not finite stops the run before the step, with all numbers, and overwrites no file."""
+    lab("--max_iters=2")
+    files = {path: path.read_bytes() for path in Path("out").glob("*.pt")}
+    steps = []
+    monkeypatch.setattr(train.Muon, "step", lambda self: steps.append(1))
+    if what == "loss":
+        monkeypatch.setattr(ExoFormer, "forward", lambda self, x, y: (None, self.head.weight.sum() * math.nan))
+    elif what == "gradient norm":
+        monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *_: torch.tensor(math.inf))
+    else:
+        monkeypatch.setattr(train, "evaluate", lambda *_: math.nan)
+    capsys.readouterr()
+    assert train.main("--init_from=resume --device=cpu --max_iters=3".split()) == 2
+    error = [line for line in capsys.readouterr().err.splitlines() if line.startswith("train.py: ")]
+    assert len(error) == 1 and all(word in error[0] for word in ("step 3", f"{what} ", "muon_lr", "adamw_lr")), error
+    assert len(steps) == (what == "validation loss") and all(path.read_bytes() == raw for path, raw in files.items())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Evaluation, sampling, devices
+
 def test_evaluation_is_the_mean_over_all_windows(lab, capsys):
     """The validation loss is the mean over all windows, also where the last batch is smaller; --eval_only agrees."""
     lab("--max_iters=3", "--eval_iters=7", "--batch_size=3")
-    checkpoint, model = train.load_checkpoint("out", torch.device("cpu"))
+    checkpoint, model = train.load_checkpoint(Path("out/last.pt"))
     _, _, val = train.load_data("d", 16)
     windows = [model(*map(torch.from_numpy, window))[1].item() for window in val.fixed(7, 1)]
     assert checkpoint["val_loss"] == pytest.approx(sum(windows) / 7, rel=1e-6)
@@ -924,47 +1285,38 @@ def test_evaluation_is_the_mean_over_all_windows(lab, capsys):
     assert f"validation loss {checkpoint['val_loss']:.4f}" in capsys.readouterr().out
 
 
-def test_a_diverged_run_keeps_the_good_checkpoint(lab, monkeypatch):
-    """Where weights or a gradient are not finite, the run stops before it saves and the last checkpoint stays."""
-    lab("--max_iters=2")
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *_: torch.tensor(math.inf))
-        assert train.main("--init_from=resume --out_dir=out --max_iters=3".split()) == 2
-    monkeypatch.setattr(train, "lr_factor", lambda *_: 1.0)
-    assert train.main("--init_from=resume --out_dir=out --max_iters=3 --muon_lr=1e38 --adamw_lr=1e38".split()) == 2
-    assert torch.load("out/checkpoint.pt", weights_only=True)["step"] == 2
+@pytest.mark.parametrize("case", ["exoformer-dynamic", "exoformer", "mix vg dynamic", "headwise internal", "H_1"])
+def test_anchor_shares(case):
+    """The share is |λ1 γ1| / (|λ1 γ1| + |λ2 γ2|) as the layers use them: the mix of ones with zeros shows both."""
+    model, idx = make(CASES[case]), tokens(CASES[case])
+    expected = {}
+    for layer, block in enumerate(model.blocks, 1):
+        def look(mix, inputs, mixed, layer=layer):
+            x, own, anchors = inputs
+            one = {s: torch.ones_like(c) for s, c in own.items()}
+            zero = {s: torch.zeros_like(c) for s, c in own.items()}
+            a, b = mix.forward(x, zero, one), mix.forward(x, one, zero)
+            expected[layer] = {s: (a[s].abs() / (a[s].abs() + b[s].abs())).mean().item() for s in mix.lam}
+        if block.attn.mix:
+            block.attn.mix.register_forward_hook(look)
+    shares = train.anchor_shares(model, idx)
+    assert list(shares) == list(expected) and len(shares) > 0
+    for layer in shares:
+        assert shares[layer] == pytest.approx(expected[layer], rel=1e-9)
+    assert not any(block.attn.mix and block.attn.mix._forward_pre_hooks for block in model.blocks)
 
 
-def test_save_is_whole_or_not_at_all(lab, monkeypatch):
-    """A save that fails half-way, or at its last step, leaves the previous checkpoint and no other file."""
+def test_training_ends_with_shares_and_a_sample(lab, capsys):
+    """At the end stand each layer's shares, about a half after one step, and a sample, if ids can be spelt."""
     lab("--max_iters=1")
-    before = Path("out/checkpoint.pt").read_bytes()
-
-    def fails(_, path):
-        Path(path).write_bytes(b"half")
-        raise OSError("disk full")
-    for module, name in ((train.os, "replace"), (torch, "save")):
-        with monkeypatch.context() as patch:
-            patch.setattr(module, name, fails if name == "save" else lambda *_: fails(None, "out/checkpoint.tmp"))
-            assert train.main([*TINY, "--dataset=d", "--out_dir=out", "--max_iters=1"]) == 2
-        assert Path("out/checkpoint.pt").read_bytes() == before
-        assert sorted(path.name for path in Path("out").iterdir()) == ["checkpoint.pt", "log.csv"]
-
-
-def test_compiled_run_saves_the_raw_model(lab, monkeypatch):
-    """--compile trains the compiled model, and the checkpoint's names are those of the plain one."""
-    calls = []
-    real = torch.compile
-
-    def spy(model):
-        net = real(model, backend="eager")
-        net.register_forward_hook(lambda *_: calls.append(1))
-        return net
-    monkeypatch.setattr(torch, "compile", spy)
-    torch._dynamo.reset()
-    lab("--max_iters=3", "--compile")
-    assert len(calls) == 1 + 3                                          # the first call, and every step
-    assert not any("_orig_mod" in name for name in train.load_checkpoint("out", torch.device("cpu"))[0]["model"])
+    out = capsys.readouterr().out
+    assert "from the anchors in layer 2: q 50%, k 50%, v 50%, g 50%" in out and "a sample:" in out
+    Path("d/meta.json").unlink()
+    lab("--max_iters=1", "--vocab_size=256", "--variant=gated")
+    out = capsys.readouterr().out
+    assert "anchors" not in out and "a sample:" not in out
+    assert train.main(["--sample=x", "--device=cpu"]) == 2
+    assert "tokenizer None" in capsys.readouterr().err
 
 
 def test_flags_reach_the_step(lab, monkeypatch):
@@ -973,7 +1325,7 @@ def test_flags_reach_the_step(lab, monkeypatch):
         muon_lr=0.1, adamw_lr=0.2, weight_decay=0.3), torch.device("cpu"))
     muon, adamw = (optimizer.param_groups[0] for optimizer in optimizers)
     assert (muon["lr"], muon["weight_decay"], muon["momentum"]) == (0.1, 0.3, 0.95)
-    assert (adamw["lr"], adamw["weight_decay"], adamw["betas"]) == (0.2, 0.0, (0.9, 0.95))
+    assert (adamw["lr"], adamw["weight_decay"], adamw["betas"], adamw["fused"]) == (0.2, 0.0, (0.9, 0.95), True)
     norms, dtypes = [], set()
     step = train.Muon.step
 
@@ -983,13 +1335,14 @@ def test_flags_reach_the_step(lab, monkeypatch):
     monkeypatch.setattr(train.Muon, "step", spy)
     handle = torch.nn.modules.module.register_module_forward_hook(
         lambda module, _, output: dtypes.add(output.dtype) if isinstance(module, torch.nn.Linear) else None)
+    monkeypatch.setattr(train, "anchor_shares", lambda *_: {})
     lab("--max_iters=2", "--grad_clip=0.001", "--dtype=bfloat16", "--max_new_tokens=0")
     handle.remove()
     assert 0 < max(norms) <= 0.001 and dtypes == {torch.bfloat16}
 
 
 def test_scripts_run_as_users_run_them(tmp_path):
-    """From another folder with a space in its name: prepare.py, train.py with --key value, and --help."""
+    """From another folder with a space in its name: prepare.py, train.py with --key value, --help, and Ctrl-C."""
     here = tmp_path / "a folder"
     here.mkdir()
     (here / "my text.txt").write_text("the quick brown fox. " * 100, encoding="utf-8")
@@ -1001,12 +1354,23 @@ def test_scripts_run_as_users_run_them(tmp_path):
         return subprocess.run([sys.executable, *command], cwd=tmp_path, capture_output=True, encoding="utf-8")
     prepared = run("a folder/data/prepare.py", "a folder/my text.txt")
     assert prepared.returncode == 0 and "1,890 training and 210 validation tokens" in prepared.stdout
-    flags = " ".join(TINY).replace("=", " ").split()
-    trained = run("a folder/train.py", *flags, "--max_iters", "1", "--dataset", "my text", "--out_dir", "o u t")
-    assert trained.returncode == 0 and (tmp_path / "o u t" / "checkpoint.pt").exists(), trained.stderr
+    flags = [*" ".join(TINY).replace("=", " ").split(), "--dataset", "my text", "--out_dir", "o u t"]
+    trained = run("a folder/train.py", *flags, "--max_iters", "1")
+    assert trained.returncode == 0 and (tmp_path / "o u t" / "last.pt").exists(), trained.stderr
     assert "--granularity" in run("a folder/train.py", "--help").stdout
     failed = run("a folder/data/prepare.py", "nothing.txt")
     assert failed.returncode == 2 and failed.stderr.count("\n") == 1 and "Traceback" not in failed.stderr
+
+    process = subprocess.Popen([sys.executable, "a folder/train.py", *flags, "--max_iters", "1000000"], cwd=tmp_path,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8")
+    while "100" not in process.stderr.readline(200):                    # the progress bar is at work
+        pass
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate()
+    assert process.returncode == 143 and "Traceback" not in err
+    command = shlex.split(out.split("resume with: ")[1])
+    resumed = run(*command[1:], "--eval_only")
+    assert resumed.returncode == 0 and "validation loss" in resumed.stdout, resumed.stderr
 
 
 def test_compile_failure_is_a_warning(lab, monkeypatch, capsys):
@@ -1025,15 +1389,32 @@ def test_nothing_touches_cuda_on_the_cpu(lab, monkeypatch):
     def asked(*_):
         assert sys._getframe(1).f_globals["__name__"].startswith("torch."), "CUDA was asked for"
         return False
-    for name in ("is_available", "device_count", "get_device_capability", "is_bf16_supported", "synchronize"):
+    for name in ("is_available", "device_count", "get_device_capability", "get_device_name", "is_bf16_supported",
+                 "synchronize"):
         monkeypatch.setattr(torch.cuda, name, asked)
     monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: pytest.fail("CUDA was initialised"))
     lab("--max_iters=1", "--dtype=auto")
 
 
+def test_batches_reach_a_gpu_asynchronously(tmp_path, monkeypatch):
+    """For a GPU a batch is pinned and copied without waiting; on the CPU it is the array itself."""
+    prepare.write(tmp_path / "d", bytes(range(100)), bytes(range(100)), "a test")
+    _, split, _ = prepare.load("d", 8, folder=tmp_path)
+    calls = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: calls.append("pin") or self)
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, device, non_blocking: calls.append((device.type, non_blocking)))
+    options = train.Options(batch_size=3, gradient_accumulation_steps=2, seed=5)
+    x, y = train.fetch(split, options, 7, torch.device("cpu"))
+    assert x.shape == (6, 8) and torch.equal(y, x + 1) and not calls
+    assert (x.numpy() == split.batch(6, 5, 7)[0]).all()
+    train.fetch(split, options, 7, torch.device("cuda"))
+    assert calls == ["pin", ("cuda", True)] * 2
+
+
 def test_sample_streams_a_continuation(lab, capsys):
-    """--sample prints the prompt and new text by the checkpoint; the same seed prints the same text."""
+    """--sample prints the prompt and new text by best.pt; the same seed prints the same text."""
     lab("--max_iters=2")
+    Path("out/last.pt").unlink()
     capsys.readouterr()
     texts = []
     for _ in range(2):
@@ -1047,15 +1428,19 @@ def test_sample_streams_a_continuation(lab, capsys):
     ("--batch_size=many", "batch_size int 'many'"),
     ("--compile=perhaps", "compile boolean 'perhaps'"),
     ("--batch_size=0", "--batch_size=0 1"),
+    ("--n_layer=-1", "--n_layer=-1 1"),
+    ("--vocab_size=0", "--vocab_size=0 1"),
     ("--muon_lr=nan", "--muon_lr=nan finite"),
     ("--temperature=inf", "--temperature=inf finite"),
+    ("--preset=tpu", "--preset=tpu shakespeare-cpu"),
     ("--variant=exofromer", "exofromer 'exoformer'"),
     ("--n_head=5", "n_embd=32 n_head=5"),
     ("--dataset=nowhere", "nowhere prepare.py"),
-    ("--block_size=5000", "train.bin 4200 5001"),
+    ("--block_size=500", "val 420 block_size 501"),
+    ("--vocab_size=100", "--vocab_size=100 256"),
     ("--device=cuda", "--device=cuda --device=cpu"),
     ("--device=abacus", "--device=abacus cuda:N"),
-    ("--out_dir=d/meta.json --max_iters=1", "exists meta.json"),
+    ("--out_dir=d/meta.json --max_iters=1", "--out_dir=d/meta.json another"),
     ("--dtype=float8", "--dtype=float8 bfloat16"),
     ("--init_from=gpt2", "--init_from=gpt2 resume"),
     ("--init_from=resume --out_dir=empty", "empty train"),
@@ -1071,18 +1456,25 @@ def test_user_errors_are_one_line(lab, capsys, monkeypatch, flags, words):
     assert error.count("\n") == 1 and all(word in error for word in words.split()), error
 
 
-def test_bfloat16_only_where_native(monkeypatch):
-    """bfloat16 by default only where the hardware has it: compute capability 8, or AVX-512 with BF16 on a CPU."""
-    cuda, cpu = torch.device("cuda", 0), torch.device("cpu")
+def test_precision_fits_the_hardware(monkeypatch):
+    """bfloat16 by default only where it is native: compute capability 8 (is_bf16_supported() counts emulation), or
+    AVX-512 with BF16 on a CPU; on an older GPU float32 with TF32, which a CPU never gets.
+    """
+    cuda, cpu, precision = torch.device("cuda", 0), torch.device("cpu"), []
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", precision.append)
     for capability, native in (((7, 5), False), ((8, 0), True), ((9, 0), True)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *_: True)
         assert train.native_bfloat16(cuda) == native
+        assert train.pick_dtype("auto", cuda) == ("bfloat16" if native else "float32")
+        assert precision == ["high"]
     for level, flag, native in (("AVX512", True, True), ("AVX2", True, False), ("AVX512", False, False)):
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda level=level: level)
         monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda flag=flag: flag)
         assert train.native_bfloat16(cpu) == native
         assert train.pick_dtype("auto", cpu) == ("bfloat16" if native else "float32")
-        assert train.pick_dtype("bfloat16", cpu) == "bfloat16" and train.pick_dtype("float32", cuda) == "float32"
+        assert train.pick_dtype("bfloat16", cpu) == "bfloat16"
+    assert precision == ["high"] and train.pick_dtype("float32", cuda) == "float32" and precision == ["high"] * 2
 
 
 # ---------------------------------------------------------------------------------------------------------------------

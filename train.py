@@ -3,41 +3,50 @@ Train an ExoFormer on one CUDA GPU or on the CPU.
 
     python train.py                                   the main job: exoformer-dynamic on Python's own standard library
     python train.py --variant=gated --max_iters=300   any flag below, --key=value or --key value
-    python train.py --init_from=resume                go on from out_dir's checkpoint, with its options
-    python train.py --sample="def main("              no training: continue a prompt with out_dir's checkpoint
+    python train.py --init_from=resume                go on from out_dir's last.pt, exactly as if it had never stopped
+    python train.py --sample="def main("              no training: continue a prompt with out_dir's best.pt
 
-Reads top to bottom: options -> optimizers -> precision -> evaluation and checkpoint -> training -> sampling.
+Reads top to bottom: options -> optimizers -> device -> checkpoints -> training -> sampling.
 """
 
 import argparse
 import codecs
 import csv
 import math
-import os
 import re
+import shlex
+import signal
 import sys
 import time
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields, replace
 from difflib import get_close_matches
 from fnmatch import fnmatch
+from operator import itemgetter
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from data.prepare import Split, UserError, load as load_data
-from exoformer import Config, ExoFormer
+from data.prepare import Split, UserError, load as load_data, replacing
+from exoformer import Config, ExoFormer, Mixing
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Options: nanoGPT's names, every field a flag
+# Options: nanoGPT's names. Every field of Options and of exoformer.Config is a flag; a preset is a row of their values
 
-DEFAULTS = {    # what suits a device
-    "cpu":  dict(n_layer=4, n_head=4, n_embd=256, block_size=256, batch_size=8, max_iters=750, warmup_iters=40,
-                 muon_lr=0.006, adamw_lr=0.003, eval_interval=250),
-    "cuda": dict(n_layer=6, n_head=6, n_embd=384, block_size=256, batch_size=64, max_iters=2500, warmup_iters=100,
-                 muon_lr=0.006, adamw_lr=0.003, eval_interval=500),
+PRESETS = {
+    "cpu": dict(n_layer=4, n_head=4, n_embd=256, block_size=256, batch_size=8, max_iters=750, warmup_iters=40,
+                muon_lr=0.006, adamw_lr=0.003, eval_interval=250),
+    "gpu": dict(n_layer=6, n_head=6, n_embd=384, block_size=256, batch_size=64, max_iters=2500, warmup_iters=100,
+                muon_lr=0.006, adamw_lr=0.003, eval_interval=500),
+    "shakespeare-cpu": dict(
+                dataset="shakespeare", n_layer=4, n_head=4, n_embd=128, block_size=64, batch_size=24, max_iters=120,
+                warmup_iters=10, muon_lr=0.02, adamw_lr=0.01, eval_interval=40, eval_iters=0),
+    "shakespeare-gpu": dict(
+                dataset="shakespeare", n_layer=6, n_head=6, n_embd=384, block_size=256, batch_size=64, max_iters=1000,
+                warmup_iters=50, muon_lr=0.01, adamw_lr=0.003, eval_interval=100, eval_iters=0),
 }
 
 
@@ -47,32 +56,24 @@ def flag(default, help: str):
 
 @dataclass
 class Options:
-    out_dir: str = flag("out", "where the checkpoint and log.csv go")
-    dataset: str = flag("pystdlib", "a folder below data/, made by data/prepare.py")
-    init_from: str = flag("scratch", "scratch, or resume: go on from out_dir's checkpoint")
-    sample: str = flag(None, "continue this prompt with out_dir's checkpoint instead of training")
+    preset: str = flag(None, "cpu, gpu, shakespeare-cpu or shakespeare-gpu (default: cpu or gpu, by the device)")
+    variant: str = flag("exoformer-dynamic", "a system of exoformer.VARIANTS")
+    dataset: str = flag("pystdlib", "a folder below data/, or the path of any folder with train.bin and val.bin")
+    out_dir: str = flag("out", "where last.pt, best.pt and log.csv go")
+    init_from: str = flag("scratch", "scratch, or resume: go on from out_dir's last.pt")
+    sample: str = flag(None, "continue this prompt with out_dir's best.pt instead of training")
     max_new_tokens: int = flag(400, "of a sample")
     temperature: float = flag(0.8, "of a sample; 0 always takes the likeliest token")
     eval_only: bool = flag(False, "evaluate once and leave")
-    eval_interval: int = flag(None, "steps between evaluations, each followed by a checkpoint")
-    eval_iters: int = flag(256, "validation windows of block_size tokens, spread evenly over the split")
+    eval_interval: int = flag(250, "steps between evaluations, each followed by a checkpoint")
+    eval_iters: int = flag(256, "validation windows of block_size tokens, spread evenly over the split; 0 for all")
     log_interval: int = flag(10, "steps between rows of log.csv")
-    variant: str = flag("exoformer-dynamic", "a system of exoformer.VARIANTS")
-    granularity: str = flag(None, "weights λ per component: scalar, headwise or elementwise (default: the variant's)")
-    mix: str = flag(None, "components that mix, letters of qkvg (default: the variant's)")
-    anchor_norm: str = flag(None, "anchors that are normalised, letters of qkvg, or none (default: the variant's)")
-    post_norm: str = flag(None, "components normalised after mixing: qk, qkv or qkvg (default: the variant's)")
-    anchor_layer: int = flag(None, "k of the H_k that exogenous anchors read (default: the variant's)")
-    n_layer: int = flag(None, "layers")
-    n_head: int = flag(None, "heads per layer")
-    n_embd: int = flag(None, "width")
-    block_size: int = flag(None, "context, in tokens")
-    batch_size: int = flag(None, "sequences per micro-batch")
+    batch_size: int = flag(8, "sequences per micro-batch")
     gradient_accumulation_steps: int = flag(1, "micro-batches per step")
-    max_iters: int = flag(None, "optimizer steps")
-    warmup_iters: int = flag(None, "steps of linear warm-up; the last fifth of all steps decays to a tenth")
-    muon_lr: float = flag(None, "peak rate of Muon, for the hidden matrices")
-    adamw_lr: float = flag(None, "peak rate of AdamW, for everything else")
+    max_iters: int = flag(750, "optimizer steps")
+    warmup_iters: int = flag(40, "steps of linear warm-up; the last fifth of all steps decays to a tenth")
+    muon_lr: float = flag(0.006, "peak rate of Muon, for the hidden matrices")
+    adamw_lr: float = flag(0.003, "peak rate of AdamW, for everything else")
     weight_decay: float = flag(0.1, "of Muon; AdamW has none")
     grad_clip: float = flag(1.0, "largest norm of the whole gradient, 0 for no limit")
     device: str = flag("auto", "auto, cpu, cuda, cuda:1 ...")
@@ -81,9 +82,12 @@ class Options:
     seed: int = flag(1337, "of initialisation, batches and the sample")
 
 
+MODEL_FLAGS = {f.name for f in fields(Config)}
+
+
 class Parser(argparse.ArgumentParser):
     def error(self, message: str):              # one line for main to print, instead of the whole usage
-        raise UserError(message)
+        raise UserError(f"{message}: see --help")
 
 
 def boolean(text: str) -> bool:
@@ -91,27 +95,54 @@ def boolean(text: str) -> bool:
 
 
 def parse(argv: list[str]) -> dict:
-    """The flags that are given. Raises UserError for an unknown one, a wrong type and a size out of range."""
+    """The flags that are given. Raises UserError for an unknown one, a wrong type and a number out of range."""
     parser = Parser("train.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                     allow_abbrev=False, argument_default=argparse.SUPPRESS)
-    for f in fields(Options):
-        defaults = {str(row[f.name]): device for device, row in DEFAULTS.items() if f.name in row}
-        default = defaults and " / ".join(f"{v} on {device}" for v, device in defaults.items()) or f.default
+    flags = fields(Options) + fields(Config)
+    for f in flags:
+        about = f.metadata.get("help", "of the model, see exoformer.Config; by default the preset's or the variant's")
+        default = f.default if "help" in f.metadata else None
         parser.add_argument(
             f"--{f.name}", type=boolean if f.type is bool else f.type, metavar=f.type.__name__,
-            help=f.metadata["help"] + ("" if default is None else f" (default: {default})"),
+            help=about if default is None else f"{about} (default: {default})",
             **dict(nargs="?", const=True) if f.type is bool else {})            # --eval_only alone means True
     values, unknown = parser.parse_known_args(argv)
     if unknown:
-        near = get_close_matches(unknown[0].lstrip("-").split("=")[0], [f.name for f in fields(Options)], 1)
+        near = get_close_matches(unknown[0].lstrip("-").split("=")[0], [f.name for f in flags], 1)
         raise UserError(f"{unknown[0]!r} is no flag" + (f", did you mean --{near[0]}?" if near else ": see --help"))
-    at_least_0 = ("warmup_iters", "weight_decay", "grad_clip", "muon_lr", "adamw_lr", "temperature", "anchor_layer",
-                  "max_new_tokens", "seed")
+    at_least_0 = ("max_new_tokens", "temperature", "eval_iters", "warmup_iters", "muon_lr", "adamw_lr", "weight_decay",
+                  "grad_clip", "seed", "anchor_layer", "norm_eps")
     for name, value in vars(values).items():
         smallest, limit = 0 if name in at_least_0 else 1, math.inf if type(value) is float else 2**63
         if type(value) in (int, float) and not smallest <= value < limit:       # a nan is neither
             raise UserError(f"--{name}={value}: expected {smallest} or more, and finite")
     return vars(values)
+
+
+def settle(given: dict, checkpoint: dict | None, device: torch.device) -> tuple[Options, dict]:
+    """(all options, the model's flags): what is not given comes from the checkpoint, or without one from the preset."""
+    if checkpoint is None:
+        preset = given.get("preset", "gpu" if device.type == "cuda" else "cpu")
+        if preset not in PRESETS:
+            raise UserError(f"--preset={preset}: expected one of {', '.join(PRESETS)}")
+        values = PRESETS[preset] | given | dict(preset=preset)
+    else:
+        saved, config = checkpoint["options"], Config(**checkpoint["config"])
+        for name in given.keys() & (MODEL_FLAGS | {"variant", "preset"}):
+            try:
+                same = saved[name] == given[name] if name in saved else replace(config, **{name: given[name]}) == config
+            except ValueError:
+                same = False                                                    # no value for this architecture
+            if not same:
+                has = (saved | asdict(config))[name]
+                raise UserError(f"--{name}={given[name]}: the checkpoint in {given.get('out_dir', 'out')} has {has}, "
+                                "drop the flag or train from scratch")
+        for name in given.keys() & saved.keys() - {"init_from"}:
+            if given[name] != saved[name]:
+                print(f"changed since the checkpoint: {name} from {saved[name]} to {given[name]}")
+        values = saved | checkpoint["config"] | dict(device="auto", out_dir="out") | given
+    model_flags = {name: value for name, value in values.items() if name in MODEL_FLAGS}
+    return Options(**{name: value for name, value in values.items() if name not in MODEL_FLAGS}), model_flags
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -191,7 +222,13 @@ def lr_factor(step: int, max_iters: int, warmup_iters: int) -> float:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Precision and compilation
+# Device: precision, speed, compilation
+
+PEAK_FLOPS = {      # dense bfloat16, by a part of the device's name; of two that fit the first counts
+    "B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12,
+    "L4": 121e12, "RTX 4090": 165e12, "RTX 3090": 71e12,
+}
+
 
 def pick_device(name: str) -> torch.device:
     if name == "auto":
@@ -214,7 +251,17 @@ def native_bfloat16(device: torch.device) -> bool:
 def pick_dtype(name: str, device: torch.device) -> str:
     if name not in ("auto", "float32", "bfloat16"):
         raise UserError(f"--dtype={name}: expected auto, float32 or bfloat16")
-    return name if name != "auto" else "bfloat16" if native_bfloat16(device) else "float32"
+    if name == "auto":
+        name = "bfloat16" if native_bfloat16(device) else "float32"
+    if name == "float32" and device.type == "cuda":
+        torch.set_float32_matmul_precision("high")                              # TF32 where the GPU has it
+    return name
+
+
+def peak_flops(device: torch.device, dtype: str) -> float:
+    """What model FLOPs are measured against; nan for a device that the table does not know, and for float32."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" and dtype == "bfloat16" else ""
+    return next((peak for part, peak in PEAK_FLOPS.items() if part in name), math.nan)
 
 
 def compiled(model: nn.Module, x: Tensor, y: Tensor, autocast) -> nn.Module:
@@ -236,131 +283,163 @@ def first_line(error: Exception) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Evaluation and checkpoint
+# Checkpoints
 
-@torch.no_grad()
-def evaluate(model: ExoFormer, val: Split, options: Options, device: torch.device, autocast) -> float:
-    """Mean loss in nats per token over the fixed validation windows."""
-    total = 0.0
-    for x, y in val.fixed(options.eval_iters, options.batch_size):
-        with autocast:
-            total += model(to_device(x, device), to_device(y, device))[1].item() * len(x)
-    return total / options.eval_iters
-
-
-def to_device(ids: np.ndarray, device: torch.device) -> Tensor:
-    return torch.from_numpy(ids).to(device)
+FORMAT = 1
+FRESH = dict(step=0, seconds=0.0, best_loss=math.inf)                   # where a run without a checkpoint begins
 
 
 def save(path: Path, checkpoint: dict) -> None:
-    """Write to a temporary file and rename it: a kill at any moment leaves the old checkpoint or the new one."""
-    temporary = path.with_suffix(".tmp")
+    """Put the checkpoint in path's place, whole or not at all."""
     try:
-        torch.save(checkpoint, temporary)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+        with replacing(path) as file:
+            torch.save(checkpoint, file)
+    except (OSError, RuntimeError) as error:                            # torch wraps what the disk says
+        raise UserError(f"{path} is not saved, the one before is left as it was: {first_line(error)}") from None
 
 
-def load_checkpoint(out_dir: str, device: torch.device) -> tuple[dict, ExoFormer]:
-    """out_dir's checkpoint and its model. Raises UserError where there is none, or something else."""
-    path = Path(out_dir) / "checkpoint.pt"
-    if not path.exists():
-        raise UserError(f"--out_dir={out_dir}: no {path}, train first")
+def load_checkpoint(path: Path) -> tuple[dict, ExoFormer]:
+    """The checkpoint at path and its model, on the CPU. Raises UserError where there is none, or something else."""
     try:
-        checkpoint = torch.load(path, map_location=device, weights_only=True)
-        model = ExoFormer(Config(**checkpoint["config"])).to(device)
-        model.load_state_dict(checkpoint["model"])
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        if checkpoint["format"] != FORMAT:
+            raise ValueError(f"its format is {checkpoint['format']}, expected {FORMAT}")
+        model = ExoFormer(Config(**checkpoint["config"]))
+        model.load_state_dict(checkpoint.pop("model"))                  # popped: nothing is kept twice
+    except FileNotFoundError:
+        raise UserError(f"{path} is not there: train first, or name a run's --out_dir") from None
     except Exception as error:
-        raise UserError(f"{path} is no checkpoint of train.py: {first_line(error)}") from None
+        raise UserError(f"{path} is damaged or no checkpoint of train.py: {first_line(error)}") from None
     return checkpoint, model
+
+
+@contextmanager
+def first_signal() -> Iterator[list[int]]:
+    """A list that the first SIGINT or SIGTERM of the block enters; the second one ends the process as usual."""
+    caught, handlers = [], {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def catch(number, frame):
+        caught.append(number)
+        for number in handlers:
+            signal.signal(number, signal.SIG_DFL)
+    for number in handlers:
+        signal.signal(number, catch)
+    try:
+        yield caught
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def open_log(path: Path, first: int):
+    """log.csv to write on: new, or for a resumed run with the rows up to step `first`, the checkpoint's."""
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)[1:] if first and path.exists() else []
+    kept = [line for line in lines if line.endswith("\n") and int(line.split(",")[0]) <= first]   # a kill tears a line
+    with replacing(path) as file:
+        file.write("".join(["step,train_loss,val_loss,lr_factor,grad_norm,seconds,tokens_per_second\n"] + kept).encode())
+    return path.open("a", encoding="utf-8", newline="")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Training
 
-def make_model(options: Options, vocab_size: int) -> ExoFormer:
-    """A fresh model of the variant, sizes and axes that the options name."""
-    given = {name: value for name, value in asdict(options).items() if value is not None}
-    overrides = {f.name: given[f.name] for f in fields(Config) if f.name in given}
-    try:
-        config = Config.variant(options.variant, vocab_size=vocab_size, **overrides)
-    except ValueError as error:
-        raise UserError(error) from None
-    torch.manual_seed(options.seed)
-    return ExoFormer(config)
+def fetch(split: Split, options: Options, step: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The step's inputs and targets, int64 [micro-batches × batch_size, block_size]; to a GPU the copy does not wait."""
+    ids = split.batch(options.batch_size * options.gradient_accumulation_steps, options.seed, step)
+    if device.type == "cuda":
+        return tuple(torch.from_numpy(i).pin_memory().to(device, non_blocking=True) for i in ids)
+    return tuple(torch.from_numpy(i) for i in ids)
 
 
-def set_up(given: dict) -> tuple[Options, torch.device, dict | None, ExoFormer | None]:
-    """All options, the device and, to resume, the checkpoint and its model.
-
-    What no flag says, the checkpoint's options say, or, from scratch, the device's defaults.
-    """
-    options = Options(**given)
-    device = pick_device(options.device)
-    if options.init_from == "scratch":
-        return Options(**DEFAULTS[device.type] | given), device, None, None
-    if options.init_from != "resume":
-        raise UserError(f"--init_from={options.init_from}: expected scratch or resume")
-    checkpoint, model = load_checkpoint(options.out_dir, device)
-    saved = checkpoint["options"]
-    for name in given.keys() & (checkpoint["config"].keys() | {"variant", "dataset"}):
-        has = checkpoint["config"].get(name, saved[name])
-        if given[name] not in (has, saved[name]):
-            raise UserError(f"--{name}={given[name]}: {options.out_dir} has {has}, drop the flag or train from scratch")
-    return Options(**saved | dict(out_dir=options.out_dir, device=options.device) | given), device, checkpoint, model
+@torch.no_grad()
+def evaluate(model: ExoFormer, val: Split, options: Options, device: torch.device, autocast) -> float:
+    """Mean loss in nats per token over the fixed validation windows. Draws nothing, so training cannot notice it."""
+    total, windows = 0.0, 0
+    for ids in val.fixed(options.eval_iters, options.batch_size):
+        x, y = (torch.from_numpy(i).to(device) for i in ids)
+        with autocast:
+            total += model(x, y)[1].item() * len(x)
+        windows += len(x)
+    return total / windows
 
 
-def train(given: dict) -> float:
-    """Train, or only evaluate, as the given flags say. Returns the last validation loss."""
-    options, device, checkpoint, model = set_up(given)
+def require_finite(values: dict[str, float], step: int, optimizers: list[torch.optim.Optimizer]) -> None:
+    if not all(math.isfinite(value) for value in values.values()):              # nan > limit and nan < limit are False
+        rates = {name: optimizer.param_groups[0]["lr"] for name, optimizer in zip(("muon_lr", "adamw_lr"), optimizers)}
+        found = ", ".join(f"{name} {value:.3g}" for name, value in (values | rates).items())
+        raise UserError(f"step {step + 1}: {found}: expected finite numbers, lower the rates (no checkpoint is touched)")
+
+
+def train(given: dict) -> float | None:
+    """Train, or only evaluate, as the given flags say. Returns the last validation loss; None if nothing is to do."""
+    device, out = pick_device(given.get("device", "auto")), Path(given.get("out_dir", "out"))
+    if given.get("init_from", "scratch") not in ("scratch", "resume"):
+        raise UserError(f"--init_from={given['init_from']}: expected scratch or resume")
+    checkpoint, model = load_checkpoint(out / "last.pt") if given.get("init_from") == "resume" else (None, None)
+    options, flags = settle(given, checkpoint, device)
+    first, seconds, best_loss = itemgetter("step", "seconds", "best_loss")(checkpoint or FRESH)
+    if first >= options.max_iters and not options.eval_only:
+        print(f"the run in {out} has done its {first} steps: to extend it, resume with --max_iters={2 * first}")
+        return None
+
+    data, train_split, val_split = load_data(options.dataset, flags["block_size"], flags.get("vocab_size"))
+    for key in ("vocab_size", "train", "val"):
+        if checkpoint and data[key] != checkpoint["data"][key]:
+            raise UserError(f"--dataset={options.dataset}: {key} is {data[key]}, the checkpoint in {out} was trained on "
+                            f"{checkpoint['data'][key]}: give its data set or train from scratch")
+    if model is None:
+        torch.manual_seed(options.seed)
+        try:
+            model = ExoFormer(Config.variant(options.variant, **dict(vocab_size=data["vocab_size"]) | flags))
+        except ValueError as error:
+            raise UserError(error) from None
+    model.to(device)
     dtype = pick_dtype(options.dtype, device)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16")
-    first = checkpoint["step"] if checkpoint else 0
-    if first >= options.max_iters and not options.eval_only:
-        raise UserError(f"--max_iters={options.max_iters}: {options.out_dir} has done {first} steps, give a larger one")
-    meta, train_split, val_split = load_data(options.dataset, options.block_size)
-    model = model or make_model(options, meta["vocab_size"]).to(device)
-    if meta["vocab_size"] != model.config.vocab_size:
-        raise UserError(f"{meta['name']} has vocab_size={meta['vocab_size']}, the checkpoint in {options.out_dir} "
-                        f"{model.config.vocab_size}: make the data again or train from scratch")
     total, hidden = model.num_params()
-    print(f"{options.variant}, {total:,} parameters ({hidden:,} without embedding and head), on {meta['name']}, "
+    print(f"{options.variant}, {total:,} parameters ({hidden:,} without embedding and head), on {options.dataset}, "
           f"{len(train_split.tokens):,} tokens, on {device} in {dtype}, from step {first}")
     if options.eval_only:
-        return evaluate(model, val_split, options, device, autocast)
+        val_loss = evaluate(model, val_split, options, device, autocast)
+        print(f"validation loss {val_loss:.4f} nats per token, perplexity {math.exp(val_loss):.3f}")
+        return val_loss
 
     optimizers = make_optimizers(model, options, device)
-    for optimizer, state in zip(optimizers, checkpoint["optimizers"] if checkpoint else ()):
+    for optimizer, state in zip(optimizers, checkpoint.pop("optimizers") if checkpoint else ()):
         optimizer.load_state_dict(state)
     optimizers[0].param_groups[0]["weight_decay"] = options.weight_decay        # a flag, whatever the checkpoint had
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for temporary in out.glob("*.tmp"):                                     # of a run that was killed while saving
+            temporary.unlink()
+        log_file = open_log(out / "log.csv", first)
+    except OSError as error:
+        raise UserError(f"--out_dir={out}: cannot write there ({error}), name another folder") from None
+    batch = fetch(train_split, options, first, device)
     net = model
     if options.compile or options.compile is None and device.type == "cuda":
-        x, y = train_split.batch(options.batch_size, options.seed, 0)
-        net = compiled(model, to_device(x, device), to_device(y, device), autocast)
+        net = compiled(model, batch[0][:options.batch_size], batch[1][:options.batch_size], autocast)
 
-    out = Path(options.out_dir)
-    out.mkdir(parents=True, exist_ok=True)
-    batch_size, seconds = options.batch_size * options.gradient_accumulation_steps, 0.0
+    step_tokens = options.batch_size * options.gradient_accumulation_steps * model.config.block_size
+    peak, before = peak_flops(device, dtype), seconds
     bar = tqdm(range(first, options.max_iters), initial=first, total=options.max_iters, desc="train")
-    with bar, open_log(out / "log.csv", first) as log_file:
-        log = csv.writer(log_file)
+    with bar, log_file, first_signal() as stop:
+        log = csv.writer(log_file, lineterminator="\n")
         for step in bar:
             start = time.perf_counter()
             factor = lr_factor(step, options.max_iters, options.warmup_iters)
-            for optimizer, peak in zip(optimizers, (options.muon_lr, options.adamw_lr)):
-                optimizer.param_groups[0]["lr"] = peak * factor
-            x, y = (to_device(ids, device) for ids in train_split.batch(batch_size, options.seed, step))
+            for optimizer, peak_lr in zip(optimizers, (options.muon_lr, options.adamw_lr)):
+                optimizer.param_groups[0]["lr"] = peak_lr * factor
             loss = 0.0                                                          # the mean over all micro-batches
-            for x_micro, y_micro in zip(x.split(options.batch_size), y.split(options.batch_size)):
+            for x, y in zip(*(ids.split(options.batch_size) for ids in batch)):
                 with autocast:
-                    micro_loss = net(x_micro, y_micro)[1] / options.gradient_accumulation_steps
+                    micro_loss = net(x, y)[1] / options.gradient_accumulation_steps
                 micro_loss.backward()
                 loss += micro_loss.detach()
             norm = nn.utils.clip_grad_norm_(model.parameters(), options.grad_clip or math.inf)
+            batch = fetch(train_split, options, step + 1, device)               # while a GPU still computes
             loss, norm = torch.stack((loss, norm)).tolist()                     # the one wait for the GPU in a step
-            require_finite(loss, "loss", step, optimizers)
-            require_finite(norm, "gradient norm", step, optimizers)
+            require_finite({"loss": loss, "gradient norm": norm}, step, optimizers)
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
@@ -369,50 +448,73 @@ def train(given: dict) -> float:
             done, val_loss = step + 1, None
             if done % options.eval_interval == 0 or done == options.max_iters:
                 val_loss = evaluate(model, val_split, options, device, autocast)
-                require_finite(val_loss, "validation loss", step, optimizers)   # before it replaces a good checkpoint
+                require_finite({"validation loss": val_loss}, step, optimizers)  # before it replaces a good checkpoint
                 bar.write(f"step {done}: validation loss {val_loss:.4f}")
             if done % options.log_interval == 0 or val_loss is not None:
-                speed = batch_size * options.block_size * (done - first) / seconds
-                bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s")
-                log.writerow((done, loss, val_loss, factor, norm, round(speed)))
+                speed = step_tokens * (done - first) / (seconds - before)
+                mfu = speed * model.flops_per_token() / peak
+                bar.set_postfix_str(f"loss {loss:.3f}, {1000 * step_tokens / speed:,.0f} ms/step, {speed:,.0f} tokens/s, "
+                                    f"MFU {'n/a' if math.isnan(mfu) else f'{mfu:.0%}'}")
+                log.writerow((done, loss, val_loss, factor, norm, round(seconds, 3), round(speed)))
                 log_file.flush()                                                # a kill loses nothing before the save
-            if val_loss is not None:
-                save(out / "checkpoint.pt", dict(
-                    step=done, val_loss=val_loss, config=asdict(model.config), options=asdict(options), dataset=meta,
-                    model=model.state_dict(), optimizers=[optimizer.state_dict() for optimizer in optimizers]))
+            if val_loss is not None or stop:
+                new_best = val_loss is not None and val_loss < best_loss
+                best_loss, is_first = val_loss if new_best else best_loss, best_loss == math.inf
+                checkpoint = dict(
+                    format=FORMAT, step=done, seconds=seconds, val_loss=val_loss, best_loss=best_loss, data=data,
+                    config=asdict(model.config), options=asdict(options), model=model.state_dict(),
+                    optimizers=[optimizer.state_dict() for optimizer in optimizers])
+                if new_best or is_first:
+                    save(out / "best.pt", checkpoint)
+                save(out / "last.pt", checkpoint)
+            if stop and done < options.max_iters:
+                flags = [f"--{name}={value}" for name, value in given.items() if name != "init_from"]
+                print(f"stopped after step {done}; resume with: "
+                      + shlex.join(["python", sys.argv[0], *flags, "--init_from=resume"]))
+                raise SystemExit(128 + stop[0])
+    print(f"validation loss {val_loss:.4f} nats per token, perplexity {math.exp(val_loss):.3f}, best {best_loss:.4f}; "
+          f"{seconds:.0f} s of training")
+    for layer, shares in anchor_shares(model, torch.from_numpy(next(val_split.fixed(8, 8))[0]).to(device)).items():
+        print(f"from the anchors in layer {layer}: " + ", ".join(f"{s} {share:.0%}" for s, share in shares.items()))
+    if data["tokenizer"] == "bytes":
+        print("a sample:")
+        sample(replace(options, sample="\n"))
     return val_loss
 
 
-def require_finite(value: float, what: str, step: int, optimizers: list[torch.optim.Optimizer]) -> None:
-    if not math.isfinite(value):
-        muon_lr, adamw_lr = (optimizer.param_groups[0]["lr"] for optimizer in optimizers)
-        raise UserError(f"{what} {value} in step {step + 1} at muon_lr={muon_lr:.3g}, adamw_lr={adamw_lr:.3g}: "
-                        "expected a finite number, lower the rates")
-
-
-def open_log(path: Path, first: int):
-    """log.csv to write on: new, or for a resumed run with the rows up to step `first`, the checkpoint's."""
-    header = ["step", "train_loss", "val_loss", "lr_factor", "grad_norm", "tokens_per_second"]
-    rows = list(csv.reader(path.open(newline="", encoding="utf-8")))[1:] if first and path.exists() else []
-    file = path.open("w", newline="", encoding="utf-8")
-    csv.writer(file).writerows([header] + [row for row in rows if int(row[0]) <= first])
-    return file
-
-
 # ---------------------------------------------------------------------------------------------------------------------
-# Sampling
+# What was learned: anchor shares and a sample
+
+@torch.no_grad()
+def anchor_shares(model: ExoFormer, idx: Tensor) -> dict[int, dict[str, float]]:
+    """Per mixing layer and component mean |λ1 γ1| / (|λ1 γ1| + |λ2 γ2|), over the tokens of idx and all channels."""
+    shares = {}
+
+    def look(mix: Mixing, inputs: tuple, layer: int) -> None:
+        gamma = mix.gamma(inputs[0]) if mix.dynamic else [1.0] * 2 * len(mix.lam)
+        shares[layer] = {}
+        for i, (s, lam) in enumerate(mix.lam.items()):
+            from_anchor, from_own = (lam.abs() * g for lam, g in zip(lam, gamma[2 * i:2 * i + 2]))
+            shares[layer][s] = (from_anchor / (from_anchor + from_own)).mean().item()
+    hooks = [block.attn.mix.register_forward_pre_hook(lambda mix, inputs, layer=n: look(mix, inputs, layer))
+             for n, block in enumerate(model.blocks, 1) if block.attn.mix]
+    model(idx)
+    for hook in hooks:
+        hook.remove()
+    return shares
+
 
 def sample(options: Options) -> None:
-    """Print the prompt `options.sample` and its continuation, token by token, by out_dir's checkpoint."""
-    device = pick_device(options.device)
-    checkpoint, model = load_checkpoint(options.out_dir, device)
-    if checkpoint["dataset"]["tokenizer"] != "bytes":
-        raise UserError(f"--sample with the tokenizer {checkpoint['dataset']['tokenizer']!r}: expected 'bytes'")
+    """Print the prompt `options.sample` and its continuation, token by token, by out_dir's best.pt."""
+    device, path = pick_device(options.device), Path(options.out_dir) / "best.pt"
+    checkpoint, model = load_checkpoint(path)
+    if checkpoint["data"]["tokenizer"] != "bytes":
+        raise UserError(f"{path} has the tokenizer {checkpoint['data']['tokenizer']}: --sample can only spell 'bytes'")
     idx = torch.tensor([list(options.sample.encode() or b"\n")], device=device)
     generator = torch.Generator(device).manual_seed(options.seed)
     decode = codecs.getincrementaldecoder("utf-8")("replace").decode            # a character may span several tokens
     print(options.sample, end="")
-    for token in model.stream(idx, options.max_new_tokens, options.temperature, generator=generator):
+    for token in model.to(device).stream(idx, options.max_new_tokens, options.temperature, generator=generator):
         print(decode(bytes([token.item()])), end="", flush=True)
     print()
 
@@ -421,17 +523,15 @@ def main(argv: list[str]) -> int:
     try:
         given = parse(argv)
         if "sample" in given:
-            sample(Options(**given))
-            return 0
-        val_loss = train(given)
-        print(f"validation loss {val_loss:.4f} nats per token, perplexity {math.exp(val_loss):.3f}")
-        if not given.get("eval_only"):
-            print("a sample:")
-            sample(Options(**given | dict(sample="\n")))
+            sample(Options(**{name: value for name, value in given.items() if name not in MODEL_FLAGS}))
+        else:
+            train(given)
         return 0
     except (UserError, OSError) as error:
         print(f"train.py: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:                                                   # outside of training nothing is at stake
+        return 130
 
 
 if __name__ == "__main__":

@@ -17,7 +17,9 @@ import sys
 import sysconfig
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 from tqdm import tqdm
@@ -33,6 +35,23 @@ LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "enc
 
 class UserError(Exception):
     """A mistake of the user's: the message is one line with the value, what was expected and the remedy."""
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file to write, which takes path's place at the end of the block: whole, on the disk, or not at all.
+
+    A kill in between leaves the old file and a path.tmp, which the next writer replaces; an error leaves no path.tmp.
+    """
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with open(temporary, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())         # the content before the name, whatever the disk holds back
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -87,12 +106,8 @@ def write(folder: Path, train: bytes, val: bytes, source: str) -> dict:
     folder.mkdir(parents=True, exist_ok=True)
     contents = {f"{name}.bin": content for name, content in bins.items()}
     for file, content in (contents | {"meta.json": json.dumps(meta, indent=1).encode()}).items():
-        temporary = folder / f"{file}.tmp"
-        try:
-            temporary.write_bytes(content)
-            os.replace(temporary, folder / file)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with replacing(folder / file) as out:
+            out.write(content)
     return meta
 
 
@@ -120,21 +135,31 @@ def prepare(name: str, folder: Path = HERE) -> dict:
 # ---------------------------------------------------------------------------------------------------------------------
 # Reading
 
+LLM_C_MAGIC = 20240520                      # llm.c's .bin files start with 256 int32: this, a version, the tokens' number
+
+
 class Split:
     """One .bin file. Its ids are checked here, where they enter: the model never looks at them."""
 
     def __init__(self, path: Path, vocab_size: int, block_size: int):
         self.path, self.vocab_size, self.block_size = path, vocab_size, block_size
-        self.tokens = np.memmap(path, dtype="<u2", mode="r")
-        if len(self.tokens) < block_size + 1:
-            raise UserError(f"{path} has {len(self.tokens)} tokens: expected at least block_size + 1 = "
-                            f"{block_size + 1}, set a smaller --block_size")
+        size = path.stat().st_size
+        magic = np.fromfile(path, "<i4", 1)
+        header = 1024 if size >= 1024 and magic == LLM_C_MAGIC else 0                   # bytes
+        n, needed = (size - header) // 2, block_size + 1
+        if n < needed:
+            raise UserError(f"{path}: {path.stem} has {n} tokens, needs at least block_size + 1 = {needed}: "
+                            "set a smaller --block_size or give more text")
+        self.tokens = np.memmap(path, "<u2", "r", header, (n,))
 
     def windows(self, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Inputs and targets (the inputs one token later), int64 [len(starts), block_size] each."""
-        rows = self.tokens[starts[:, None] + np.arange(self.block_size + 1)].astype(np.int64)
+        places = starts[:, None] + np.arange(self.block_size + 1)
+        rows = self.tokens[places].astype(np.int64)
         if rows.max() >= self.vocab_size:
-            raise UserError(f"{self.path} holds the id {rows.max()}: expected ids below vocab_size={self.vocab_size}")
+            i = rows.argmax()
+            raise UserError(f"{self.path}: token {places.flat[i]} is the id {rows.flat[i]}, expected ids below "
+                            f"vocab_size={self.vocab_size}: make the data again or train with a larger --vocab_size")
         return rows[:, :-1], rows[:, 1:]
 
     def batch(self, size: int, seed: int, step: int) -> tuple[np.ndarray, np.ndarray]:
@@ -142,21 +167,55 @@ class Split:
         return self.windows(np.random.default_rng((seed, step)).integers(len(self.tokens) - self.block_size, size=size))
 
     def fixed(self, count: int, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """The same `count` windows at every call, spread evenly over the split, in batches of at most `size`."""
-        starts = np.linspace(0, len(self.tokens) - self.block_size - 1, count).astype(np.int64)
+        """The same windows at every call, in batches of at most `size`, cut side by side: `count` of them, spread
+        evenly over the split, or all where count is 0 or larger (but for a rest shorter than a window)."""
+        windows = (len(self.tokens) - 1) // self.block_size
+        count = min(count or windows, windows)
+        starts = np.arange(count) * windows // count * self.block_size
         return (self.windows(starts[i:i + size]) for i in range(0, count, size))
 
 
-def load(name: str, block_size: int, folder: Path = HERE) -> tuple[dict, Split, Split]:
-    """meta.json's content and both splits of the data set; pystdlib is made where it is missing. Raises UserError."""
-    path = folder / name
-    if not (path / "meta.json").exists():
-        if name != "pystdlib":
-            raise UserError(f"--dataset={name}: no {path / 'meta.json'}, make it with data/prepare.py "
-                            "(python data/prepare.py my.txt makes the data set my)")
+def ends(path: Path) -> str:
+    """Size and SHA-256 of the first and last 64 KiB: a large file's identity in a moment."""
+    size, digest = path.stat().st_size, hashlib.sha256()
+    with open(path, "rb") as file:
+        for start in (0, max(0, size - 65536)):
+            file.seek(start)
+            digest.update(file.read(65536))
+    return f"{size} bytes, {digest.hexdigest()}"
+
+
+def load(name: str, block_size: int, vocab_size: int | None = None, folder: Path = HERE) -> tuple[dict, Split, Split]:
+    """The data set's description and its two splits. Raises UserError.
+
+    `name` is a folder below data/ (pystdlib is made where it is missing) or the path of any folder with nanoGPT's
+    train.bin and val.bin, uint16 with or without llm.c's header. The description says name, vocab_size, tokenizer
+    (None if unknown) and what identifies the content: train and val, from meta.json or from the files.
+    """
+    if name == "pystdlib" and not (folder / name / "meta.json").exists():
         prepare(name, folder)
-    meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))
-    return meta, *(Split(path / f"{split}.bin", meta["vocab_size"], block_size) for split in ("train", "val"))
+    path = folder / name if (folder / name).is_dir() else Path(name)
+    missing = [str(path / f"{split}.bin") for split in ("train", "val") if not (path / f"{split}.bin").is_file()]
+    if missing:
+        raise UserError(f"--dataset={name}: no {missing[0]}, make it with: python '{HERE / 'prepare.py'}' "
+                        + ("shakespeare" if name == "shakespeare" else "my.txt (which makes the data set my)"))
+    meta = {}
+    if (path / "meta.json").exists():
+        try:
+            meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))
+            has = meta["vocab_size"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{path / 'meta.json'}: expected JSON with a vocab_size ({error!r}), make it again") from None
+        if (vocab_size or has) < has:
+            raise UserError(f"--vocab_size={vocab_size}: {path / 'meta.json'} has {has}, give that or more")
+    elif vocab_size is None:                # a meta.pkl is not looked at: unpickling a file can run anything
+        raise UserError(f"--dataset={name}: no meta.json in it says the vocabulary, give --vocab_size "
+                        "(GPT-2's is 50257)")
+    vocab_size = vocab_size or meta["vocab_size"]
+    description = dict(name=name, vocab_size=meta.get("vocab_size", vocab_size), tokenizer=meta.get("tokenizer"))
+    for split in ("train", "val"):
+        description[split] = meta.get("sha256", {}).get(split) or ends(path / f"{split}.bin")
+    return description, *(Split(path / f"{split}.bin", vocab_size, block_size) for split in ("train", "val"))
 
 
 def main(argv: list[str]) -> int:
