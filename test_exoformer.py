@@ -668,11 +668,12 @@ def test_muon_skips_parameters_without_gradient():
 
 
 def test_schedule():
-    """Linear warm-up to 1, constant, and the last fifth linearly down to 0.1 in the very last step."""
-    factors = [train.lr_factor(step, 100, 10) for step in range(100)]
-    np.testing.assert_allclose(factors[:10], np.arange(1, 11) / 10)
-    assert factors[10:80] == [1.0] * 70
-    np.testing.assert_allclose(factors[80:], 1 - 0.9 * np.arange(1, 21) / 20)
+    """Linear warm-up to 1, constant, and the last share linearly down to 0.1 in the very last step."""
+    for share, last in ((0.2, 20), (0.5, 50)):
+        factors = [train.lr_factor(step, 100, 10, share) for step in range(100)]
+        np.testing.assert_allclose(factors[:10], np.arange(1, 11) / 10)
+        assert factors[10:100 - last] == [1.0] * (90 - last)
+        np.testing.assert_allclose(factors[-last:], 1 - 0.9 * np.arange(1, last + 1) / last)
 
 
 def test_overfits_one_batch():
@@ -864,7 +865,10 @@ def lab(tmp_path, monkeypatch):
         assert train.main([*TINY, "--dataset=d", f"--out_dir={out}", *flags]) == code
         with open(tmp_path / out / "log.csv", newline="") as file:
             return list(csv.DictReader(file))
-    return run
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield run
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 def saved(name="last", out="out"):
@@ -1037,15 +1041,20 @@ def test_resume_after_a_crash_is_exact(lab, monkeypatch):
     assert_same_run("whole", "out")
 
 
-def test_second_signal_quits_at_once():
-    """Behind the first signal the default action is back for both, and behind the block what was there before."""
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    with train.first_signal() as caught:
-        assert not caught
-        signal.raise_signal(signal.SIGTERM)
-        assert caught == [signal.SIGTERM]
-        assert {signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)} == {signal.SIG_DFL}
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+def test_second_signal_quits_at_once(lab, monkeypatch):
+    """Behind the first signal, and after training, a signal has its default action again: it ends the process."""
+    handlers = []
+
+    def spy(*_):
+        handlers.append([signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)])
+    monkeypatch.setattr(train, "save", spy)
+    lab("--max_iters=2", "--eval_interval=1", "--vocab_size=300", code=2)       # no best.pt for a sample
+    assert len(handlers) == 4 and signal.SIG_DFL not in sum(handlers, [])
+    spy()
+    at_step(monkeypatch, 0, lambda: signal.raise_signal(signal.SIGTERM))
+    with pytest.raises(SystemExit):
+        lab("--max_iters=2")
+    assert handlers[4:] == [[signal.SIG_DFL] * 2] * 3
 
 
 def fork(action):
@@ -1205,7 +1214,7 @@ def test_resume_takes_its_options_from_the_checkpoint(lab, capsys):
                              "changed since the checkpoint: weight_decay from 0.3 to 0.2"]
     assert saved()["step"] == 3 and saved()["optimizers"][0]["param_groups"][0]["weight_decay"] == 0.2
     assert itemgetter("variant", "batch_size", "dataset", "max_iters")(saved()["options"]) == ("gated", 4, "d", 3)
-    for flag, words in (("--n_layer=5", "n_layer=5 2"), ("--variant=base", "variant=base gated"), ("--mix=q", "mix=q vg"),
+    for flag, words in (("--n_layer=5", "n_layer=5 2"), ("--variant=base", "variant=base gated"), ("--mix=q", "mix=q VG"),
                         ("--n_head=5", "n_head=5 2"), ("--preset=cpu", "preset=cpu gpu"), ("--vocab_size=9", "9 256")):
         assert train.main([*resume, flag]) == 2
         error = capsys.readouterr().err
@@ -1322,9 +1331,9 @@ def test_training_ends_with_shares_and_a_sample(lab, capsys):
 def test_flags_reach_the_step(lab, monkeypatch):
     """grad_clip bounds the update's gradient, dtype turns autocast on, and only Muon decays weights."""
     optimizers = train.make_optimizers(ExoFormer(CASES["exoformer"]), train.Options(
-        muon_lr=0.1, adamw_lr=0.2, weight_decay=0.3), torch.device("cpu"))
+        muon_lr=0.1, adamw_lr=0.2, weight_decay=0.3, momentum=0.7), torch.device("cpu"))
     muon, adamw = (optimizer.param_groups[0] for optimizer in optimizers)
-    assert (muon["lr"], muon["weight_decay"], muon["momentum"]) == (0.1, 0.3, 0.95)
+    assert (muon["lr"], muon["weight_decay"], muon["momentum"]) == (0.1, 0.3, 0.7)
     assert (adamw["lr"], adamw["weight_decay"], adamw["betas"], adamw["fused"]) == (0.2, 0.0, (0.9, 0.95), True)
     norms, dtypes = [], set()
     step = train.Muon.step

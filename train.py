@@ -11,42 +11,36 @@ Reads top to bottom: options -> optimizers -> device -> checkpoints -> training 
 
 import argparse
 import codecs
-import csv
 import math
 import re
 import shlex
 import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from difflib import get_close_matches
 from fnmatch import fnmatch
-from operator import itemgetter
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from data.prepare import Split, UserError, load as load_data, replacing
-from exoformer import Config, ExoFormer, Mixing
+from data.prepare import Split, UserError, load as load_data, replacing, require_same
+from exoformer import Config, ExoFormer
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Options: nanoGPT's names. Every field of Options and of exoformer.Config is a flag; a preset is a row of their values
 
 PRESETS = {
-    "cpu": dict(n_layer=4, n_head=4, n_embd=256, block_size=256, batch_size=8, max_iters=750, warmup_iters=40,
-                muon_lr=0.006, adamw_lr=0.003, eval_interval=250),
-    "gpu": dict(n_layer=6, n_head=6, n_embd=384, block_size=256, batch_size=64, max_iters=2500, warmup_iters=100,
-                muon_lr=0.006, adamw_lr=0.003, eval_interval=500),
+    "cpu": dict(n_layer=4, n_head=4, n_embd=256, block_size=256, batch_size=8, max_iters=750, warmup_iters=40),
+    "gpu": dict(n_layer=6, n_head=6, n_embd=384, block_size=256, batch_size=64, max_iters=2500, warmup_iters=100),
     "shakespeare-cpu": dict(
-                dataset="shakespeare", n_layer=4, n_head=4, n_embd=128, block_size=64, batch_size=24, max_iters=120,
-                warmup_iters=10, muon_lr=0.02, adamw_lr=0.01, eval_interval=40, eval_iters=0),
+        n_layer=4, n_head=4, n_embd=128, block_size=64, batch_size=24, max_iters=120, warmup_iters=4,
+        muon_lr=0.02, adamw_lr=0.02, eval_interval=60, eval_iters=0, dataset="shakespeare"),
     "shakespeare-gpu": dict(
-                dataset="shakespeare", n_layer=6, n_head=6, n_embd=384, block_size=256, batch_size=64, max_iters=1000,
-                warmup_iters=50, muon_lr=0.01, adamw_lr=0.003, eval_interval=100, eval_iters=0),
+        n_layer=6, n_head=6, n_embd=384, block_size=256, batch_size=64, max_iters=1000, warmup_iters=50,
+        muon_lr=0.01, eval_interval=100, eval_iters=0, dataset="shakespeare"),
 }
 
 
@@ -71,9 +65,11 @@ class Options:
     batch_size: int = flag(8, "sequences per micro-batch")
     gradient_accumulation_steps: int = flag(1, "micro-batches per step")
     max_iters: int = flag(750, "optimizer steps")
-    warmup_iters: int = flag(40, "steps of linear warm-up; the last fifth of all steps decays to a tenth")
+    warmup_iters: int = flag(40, "steps of linear warm-up")
+    decay_share: float = flag(0.2, "share of all steps, the last ones, in which the rates fall linearly to a tenth")
     muon_lr: float = flag(0.006, "peak rate of Muon, for the hidden matrices")
     adamw_lr: float = flag(0.003, "peak rate of AdamW, for everything else")
+    momentum: float = flag(0.95, "of Muon")
     weight_decay: float = flag(0.1, "of Muon; AdamW has none")
     grad_clip: float = flag(1.0, "largest norm of the whole gradient, 0 for no limit")
     device: str = flag("auto", "auto, cpu, cuda, cuda:1 ...")
@@ -85,37 +81,33 @@ class Options:
 MODEL_FLAGS = {f.name for f in fields(Config)}
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str):              # one line for main to print, instead of the whole usage
-        raise UserError(f"{message}: see --help")
-
-
 def boolean(text: str) -> bool:
     return bool(("false", "true").index(text.lower()))         # ValueError for anything else
 
 
 def parse(argv: list[str]) -> dict:
     """The flags that are given. Raises UserError for an unknown one, a wrong type and a number out of range."""
-    parser = Parser("train.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                    allow_abbrev=False, argument_default=argparse.SUPPRESS)
-    flags = fields(Options) + fields(Config)
+    def fail(message: str):                     # one line for main to print, instead of argparse's whole usage
+        raise UserError(f"{message}: see --help")
+
+    parser = argparse.ArgumentParser("train.py", description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     argument_default=argparse.SUPPRESS)
+    parser.error, flags = fail, fields(Options) + fields(Config)
     for f in flags:
         about = f.metadata.get("help", "of the model, see exoformer.Config; by default the preset's or the variant's")
-        default = f.default if "help" in f.metadata else None
-        parser.add_argument(
-            f"--{f.name}", type=boolean if f.type is bool else f.type, metavar=f.type.__name__,
-            help=about if default is None else f"{about} (default: {default})",
-            **dict(nargs="?", const=True) if f.type is bool else {})            # --eval_only alone means True
+        default = f" (default: {f.default})" if f.metadata and f.default is not None else ""
+        parser.add_argument(f"--{f.name}", type=boolean if f.type is bool else f.type, metavar=f.type.__name__,
+                            help=about + default, **dict(nargs="?", const=True) if f.type is bool else {})
     values, unknown = parser.parse_known_args(argv)
     if unknown:
         near = get_close_matches(unknown[0].lstrip("-").split("=")[0], [f.name for f in flags], 1)
-        raise UserError(f"{unknown[0]!r} is no flag" + (f", did you mean --{near[0]}?" if near else ": see --help"))
-    at_least_0 = ("max_new_tokens", "temperature", "eval_iters", "warmup_iters", "muon_lr", "adamw_lr", "weight_decay",
-                  "grad_clip", "seed", "anchor_layer", "norm_eps")
+        fail(f"{unknown[0]!r} is no flag" + (f", did you mean --{near[0]}" if near else ""))
+    at_least_0 = ("max_new_tokens", "eval_iters", "warmup_iters", "seed", "anchor_layer")
     for name, value in vars(values).items():
-        smallest, limit = 0 if name in at_least_0 else 1, math.inf if type(value) is float else 2**63
-        if type(value) in (int, float) and not smallest <= value < limit:       # a nan is neither
-            raise UserError(f"--{name}={value}: expected {smallest} or more, and finite")
+        smallest = 0 if type(value) is float or name in at_least_0 else 1
+        if type(value) in (int, float) and not smallest <= value < (math.inf if type(value) is float else 2**63):
+            raise UserError(f"--{name}={value}: expected {smallest} or more, and finite")       # a nan is neither
     return vars(values)
 
 
@@ -127,22 +119,16 @@ def settle(given: dict, checkpoint: dict | None, device: torch.device) -> tuple[
             raise UserError(f"--preset={preset}: expected one of {', '.join(PRESETS)}")
         values = PRESETS[preset] | given | dict(preset=preset)
     else:
-        saved, config = checkpoint["options"], Config(**checkpoint["config"])
-        for name in given.keys() & (MODEL_FLAGS | {"variant", "preset"}):
-            try:
-                same = saved[name] == given[name] if name in saved else replace(config, **{name: given[name]}) == config
-            except ValueError:
-                same = False                                                    # no value for this architecture
-            if not same:
-                has = (saved | asdict(config))[name]
-                raise UserError(f"--{name}={given[name]}: the checkpoint in {given.get('out_dir', 'out')} has {has}, "
-                                "drop the flag or train from scratch")
-        for name in given.keys() & saved.keys() - {"init_from"}:
-            if given[name] != saved[name]:
-                print(f"changed since the checkpoint: {name} from {saved[name]} to {given[name]}")
-        values = saved | checkpoint["config"] | dict(device="auto", out_dir="out") | given
-    model_flags = {name: value for name, value in values.items() if name in MODEL_FLAGS}
-    return Options(**{name: value for name, value in values.items() if name not in MODEL_FLAGS}), model_flags
+        saved = checkpoint["config"] | checkpoint["options"]
+        for name, value in given.items():
+            if name != "init_from" and value != saved[name]:
+                if name in MODEL_FLAGS | {"variant", "preset"}:
+                    raise UserError(f"--{name}={value}: the checkpoint has {saved[name]}, drop the flag or train from "
+                                    "scratch")
+                print(f"changed since the checkpoint: {name} from {saved[name]} to {value}")
+        values = saved | dict(device=Options.device, out_dir=Options.out_dir) | given
+    flags = {name: values.pop(name) for name in MODEL_FLAGS & values.keys()}
+    return Options(**values), flags
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -210,24 +196,23 @@ def split_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Para
 def make_optimizers(model: nn.Module, options: Options, device: torch.device) -> list[torch.optim.Optimizer]:
     matrices, others = split_parameters(model)
     dtype = torch.bfloat16 if native_bfloat16(device) else torch.float32
-    return [Muon(matrices, lr=options.muon_lr, weight_decay=options.weight_decay, dtype=dtype),
+    return [Muon(matrices, options.muon_lr, options.momentum, options.weight_decay, dtype),
             torch.optim.AdamW(others, lr=options.adamw_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)]
 
 
-def lr_factor(step: int, max_iters: int, warmup_iters: int) -> float:
-    """What multiplies both peak rates in step 0, 1, ...: linear warm-up, 1, then the last fifth linearly to 0.1."""
+def lr_factor(step: int, max_iters: int, warmup_iters: int, decay_share: float) -> float:
+    """What multiplies both peak rates in step 0, 1, ...: linear warm-up, 1, then linearly to 0.1 in the last step."""
     warmup = (step + 1) / max(1, warmup_iters)
-    decay = 0.1 + 0.9 * (max_iters - 1 - step) / max(1, round(0.2 * max_iters))
+    decay = 0.1 + 0.9 * (max_iters - 1 - step) / max(1, round(decay_share * max_iters))
     return min(1.0, warmup, decay)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Device: precision, speed, compilation
 
-PEAK_FLOPS = {      # dense bfloat16, by a part of the device's name; of two that fit the first counts
-    "B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12,
-    "L4": 121e12, "RTX 4090": 165e12, "RTX 3090": 71e12,
-}
+# dense bfloat16, by a part of the device's name; the first that fits counts
+PEAK_FLOPS = {"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12,
+              "RTX 4090": 165e12, "RTX 3090": 71e12}
 
 
 def pick_device(name: str) -> torch.device:
@@ -272,21 +257,16 @@ def compiled(model: nn.Module, x: Tensor, y: Tensor, autocast) -> nn.Module:
             loss = net(x, y)[1]
         loss.backward()
     except Exception as error:
-        print(f"warning: torch.compile failed, going on without it: {first_line(error)}", file=sys.stderr)
+        print("warning:", UserError(f"torch.compile failed, going on without it: {error}"), file=sys.stderr)
         net = model
     model.zero_grad(set_to_none=True)
     return net
 
 
-def first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
-
-
 # ---------------------------------------------------------------------------------------------------------------------
-# Checkpoints
+# Files of a run: checkpoints and the log
 
 FORMAT = 1
-FRESH = dict(step=0, seconds=0.0, best_loss=math.inf)                   # where a run without a checkpoint begins
 
 
 def save(path: Path, checkpoint: dict) -> None:
@@ -295,7 +275,7 @@ def save(path: Path, checkpoint: dict) -> None:
         with replacing(path) as file:
             torch.save(checkpoint, file)
     except (OSError, RuntimeError) as error:                            # torch wraps what the disk says
-        raise UserError(f"{path} is not saved, the one before is left as it was: {first_line(error)}") from None
+        raise UserError(f"{path} is not saved, the one before is left as it was: {error}") from None
 
 
 def load_checkpoint(path: Path) -> tuple[dict, ExoFormer]:
@@ -309,26 +289,8 @@ def load_checkpoint(path: Path) -> tuple[dict, ExoFormer]:
     except FileNotFoundError:
         raise UserError(f"{path} is not there: train first, or name a run's --out_dir") from None
     except Exception as error:
-        raise UserError(f"{path} is damaged or no checkpoint of train.py: {first_line(error)}") from None
+        raise UserError(f"{path} is damaged or no checkpoint of train.py: {error}") from None
     return checkpoint, model
-
-
-@contextmanager
-def first_signal() -> Iterator[list[int]]:
-    """A list that the first SIGINT or SIGTERM of the block enters; the second one ends the process as usual."""
-    caught, handlers = [], {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    def catch(number, frame):
-        caught.append(number)
-        for number in handlers:
-            signal.signal(number, signal.SIG_DFL)
-    for number in handlers:
-        signal.signal(number, catch)
-    try:
-        yield caught
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
 
 
 def open_log(path: Path, first: int):
@@ -336,14 +298,14 @@ def open_log(path: Path, first: int):
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)[1:] if first and path.exists() else []
     kept = [line for line in lines if line.endswith("\n") and int(line.split(",")[0]) <= first]   # a kill tears a line
     with replacing(path) as file:
-        file.write("".join(["step,train_loss,val_loss,lr_factor,grad_norm,seconds,tokens_per_second\n"] + kept).encode())
+        file.write("".join(["step,train_loss,val_loss,lr_factor,grad_norm,seconds,tokens_per_second\n", *kept]).encode())
     return path.open("a", encoding="utf-8", newline="")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Training
 
-def fetch(split: Split, options: Options, step: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def fetch(split: Split, options: Options, step: int, device: torch.device) -> tuple[Tensor, ...]:
     """The step's inputs and targets, int64 [micro-batches × batch_size, block_size]; to a GPU the copy does not wait."""
     ids = split.batch(options.batch_size * options.gradient_accumulation_steps, options.seed, step)
     if device.type == "cuda":
@@ -354,40 +316,44 @@ def fetch(split: Split, options: Options, step: int, device: torch.device) -> tu
 @torch.no_grad()
 def evaluate(model: ExoFormer, val: Split, options: Options, device: torch.device, autocast) -> float:
     """Mean loss in nats per token over the fixed validation windows. Draws nothing, so training cannot notice it."""
-    total, windows = 0.0, 0
-    for ids in val.fixed(options.eval_iters, options.batch_size):
-        x, y = (torch.from_numpy(i).to(device) for i in ids)
+    losses = []
+    for x, y in val.fixed(options.eval_iters, options.batch_size):
         with autocast:
-            total += model(x, y)[1].item() * len(x)
-        windows += len(x)
-    return total / windows
+            loss = model(torch.from_numpy(x).to(device), torch.from_numpy(y).to(device))[1]
+        losses += [loss.item()] * len(x)                                        # the last batch may be smaller
+    return sum(losses) / len(losses)
 
 
 def require_finite(values: dict[str, float], step: int, optimizers: list[torch.optim.Optimizer]) -> None:
     if not all(math.isfinite(value) for value in values.values()):              # nan > limit and nan < limit are False
-        rates = {name: optimizer.param_groups[0]["lr"] for name, optimizer in zip(("muon_lr", "adamw_lr"), optimizers)}
-        found = ", ".join(f"{name} {value:.3g}" for name, value in (values | rates).items())
+        values |= {name: o.param_groups[0]["lr"] for name, o in zip(("muon_lr", "adamw_lr"), optimizers)}
+        found = ", ".join(f"{name} {value:.3g}" for name, value in values.items())
         raise UserError(f"step {step + 1}: {found}: expected finite numbers, lower the rates (no checkpoint is touched)")
+
+
+def on_signals(handler) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, handler)
 
 
 def train(given: dict) -> float | None:
     """Train, or only evaluate, as the given flags say. Returns the last validation loss; None if nothing is to do."""
-    device, out = pick_device(given.get("device", "auto")), Path(given.get("out_dir", "out"))
-    if given.get("init_from", "scratch") not in ("scratch", "resume"):
-        raise UserError(f"--init_from={given['init_from']}: expected scratch or resume")
-    checkpoint, model = load_checkpoint(out / "last.pt") if given.get("init_from") == "resume" else (None, None)
+    device = pick_device(given.get("device", "auto"))
+    out, init_from = Path(given.get("out_dir", Options.out_dir)), given.get("init_from", Options.init_from)
+    if init_from not in ("scratch", "resume"):
+        raise UserError(f"--init_from={init_from}: expected scratch or resume")
+    checkpoint, model = load_checkpoint(out / "last.pt") if init_from == "resume" else (None, None)
     options, flags = settle(given, checkpoint, device)
-    first, seconds, best_loss = itemgetter("step", "seconds", "best_loss")(checkpoint or FRESH)
+    begin = checkpoint or dict(step=0, seconds=0.0, best_loss=math.inf)
+    first, seconds, best_loss = begin["step"], begin["seconds"], begin["best_loss"]
     if first >= options.max_iters and not options.eval_only:
         print(f"the run in {out} has done its {first} steps: to extend it, resume with --max_iters={2 * first}")
         return None
 
     data, train_split, val_split = load_data(options.dataset, flags["block_size"], flags.get("vocab_size"))
-    for key in ("vocab_size", "train", "val"):
-        if checkpoint and data[key] != checkpoint["data"][key]:
-            raise UserError(f"--dataset={options.dataset}: {key} is {data[key]}, the checkpoint in {out} was trained on "
-                            f"{checkpoint['data'][key]}: give its data set or train from scratch")
-    if model is None:
+    if checkpoint:
+        require_same(data, checkpoint["data"])
+    else:
         torch.manual_seed(options.seed)
         try:
             model = ExoFormer(Config.variant(options.variant, **dict(vocab_size=data["vocab_size"]) | flags))
@@ -407,7 +373,7 @@ def train(given: dict) -> float | None:
     optimizers = make_optimizers(model, options, device)
     for optimizer, state in zip(optimizers, checkpoint.pop("optimizers") if checkpoint else ()):
         optimizer.load_state_dict(state)
-    optimizers[0].param_groups[0]["weight_decay"] = options.weight_decay        # a flag, whatever the checkpoint had
+    optimizers[0].param_groups[0].update(momentum=options.momentum, weight_decay=options.weight_decay)  # flags may change
     try:
         out.mkdir(parents=True, exist_ok=True)
         for temporary in out.glob("*.tmp"):                                     # of a run that was killed while saving
@@ -415,19 +381,17 @@ def train(given: dict) -> float | None:
         log_file = open_log(out / "log.csv", first)
     except OSError as error:
         raise UserError(f"--out_dir={out}: cannot write there ({error}), name another folder") from None
-    batch = fetch(train_split, options, first, device)
-    net = model
+    batch, net = fetch(train_split, options, first, device), model
     if options.compile or options.compile is None and device.type == "cuda":
-        net = compiled(model, batch[0][:options.batch_size], batch[1][:options.batch_size], autocast)
+        net = compiled(model, *(ids[:options.batch_size] for ids in batch), autocast)
 
-    step_tokens = options.batch_size * options.gradient_accumulation_steps * model.config.block_size
-    peak, before = peak_flops(device, dtype), seconds
-    bar = tqdm(range(first, options.max_iters), initial=first, total=options.max_iters, desc="train")
-    with bar, log_file, first_signal() as stop:
-        log = csv.writer(log_file, lineterminator="\n")
+    stop = []                               # gets the first signal; the second one ends the process by the default
+    on_signals(lambda number, frame: (stop.append(number), on_signals(signal.SIG_DFL)))
+    tokens, peak, logged = batch[0].numel(), peak_flops(device, dtype), (first, seconds)
+    with log_file, tqdm(range(first, options.max_iters), initial=first, total=options.max_iters) as bar:
         for step in bar:
             start = time.perf_counter()
-            factor = lr_factor(step, options.max_iters, options.warmup_iters)
+            factor = lr_factor(step, options.max_iters, options.warmup_iters, options.decay_share)
             for optimizer, peak_lr in zip(optimizers, (options.muon_lr, options.adamw_lr)):
                 optimizer.param_groups[0]["lr"] = peak_lr * factor
             loss = 0.0                                                          # the mean over all micro-batches
@@ -445,36 +409,37 @@ def train(given: dict) -> float | None:
                 optimizer.zero_grad(set_to_none=True)
             seconds += time.perf_counter() - start                              # evaluation and saving are not counted
 
-            done, val_loss = step + 1, None
+            done, val_loss, improved = step + 1, None, best_loss == math.inf    # the first to be saved is the best yet
             if done % options.eval_interval == 0 or done == options.max_iters:
                 val_loss = evaluate(model, val_split, options, device, autocast)
                 require_finite({"validation loss": val_loss}, step, optimizers)  # before it replaces a good checkpoint
+                improved, best_loss = val_loss < best_loss, min(val_loss, best_loss)
                 bar.write(f"step {done}: validation loss {val_loss:.4f}")
             if done % options.log_interval == 0 or val_loss is not None:
-                speed = step_tokens * (done - first) / (seconds - before)
+                step_time = (seconds - logged[1]) / (done - logged[0])          # mean since the last row
+                speed, logged = tokens / step_time, (done, seconds)
                 mfu = speed * model.flops_per_token() / peak
-                bar.set_postfix_str(f"loss {loss:.3f}, {1000 * step_tokens / speed:,.0f} ms/step, {speed:,.0f} tokens/s, "
+                bar.set_postfix_str(f"loss {loss:.3f}, {1000 * step_time:,.0f} ms/step, {speed:,.0f} tokens/s, "
                                     f"MFU {'n/a' if math.isnan(mfu) else f'{mfu:.0%}'}")
-                log.writerow((done, loss, val_loss, factor, norm, round(seconds, 3), round(speed)))
-                log_file.flush()                                                # a kill loses nothing before the save
+                row = done, loss, "" if val_loss is None else val_loss, factor, norm, seconds, round(speed)
+                print(*row, sep=",", file=log_file, flush=True)                 # a kill loses nothing before the save
             if val_loss is not None or stop:
-                new_best = val_loss is not None and val_loss < best_loss
-                best_loss, is_first = val_loss if new_best else best_loss, best_loss == math.inf
                 checkpoint = dict(
                     format=FORMAT, step=done, seconds=seconds, val_loss=val_loss, best_loss=best_loss, data=data,
-                    config=asdict(model.config), options=asdict(options), model=model.state_dict(),
+                    config=asdict(model.config), options=asdict(options) | flags, model=model.state_dict(),
                     optimizers=[optimizer.state_dict() for optimizer in optimizers])
-                if new_best or is_first:
-                    save(out / "best.pt", checkpoint)
-                save(out / "last.pt", checkpoint)
+                for name in ("best", "last") if improved else ("last",):
+                    save(out / f"{name}.pt", checkpoint)
             if stop and done < options.max_iters:
-                flags = [f"--{name}={value}" for name, value in given.items() if name != "init_from"]
-                print(f"stopped after step {done}; resume with: "
-                      + shlex.join(["python", sys.argv[0], *flags, "--init_from=resume"]))
+                again = [f"--{name}={value}" for name, value in (given | dict(init_from="resume")).items()]
+                print(f"stopped after step {done}; resume with: {shlex.join(['python', sys.argv[0], *again])}")
                 raise SystemExit(128 + stop[0])
+    on_signals(signal.SIG_DFL)
+
     print(f"validation loss {val_loss:.4f} nats per token, perplexity {math.exp(val_loss):.3f}, best {best_loss:.4f}; "
           f"{seconds:.0f} s of training")
-    for layer, shares in anchor_shares(model, torch.from_numpy(next(val_split.fixed(8, 8))[0]).to(device)).items():
+    idx = torch.from_numpy(next(val_split.fixed(8, 8))[0]).to(device)
+    for layer, shares in anchor_shares(model, idx).items():
         print(f"from the anchors in layer {layer}: " + ", ".join(f"{s} {share:.0%}" for s, share in shares.items()))
     if data["tokenizer"] == "bytes":
         print("a sample:")
@@ -483,24 +448,22 @@ def train(given: dict) -> float | None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What was learned: anchor shares and a sample
+# What was learned
 
 @torch.no_grad()
 def anchor_shares(model: ExoFormer, idx: Tensor) -> dict[int, dict[str, float]]:
     """Per mixing layer and component mean |λ1 γ1| / (|λ1 γ1| + |λ2 γ2|), over the tokens of idx and all channels."""
-    shares = {}
-
-    def look(mix: Mixing, inputs: tuple, layer: int) -> None:
-        gamma = mix.gamma(inputs[0]) if mix.dynamic else [1.0] * 2 * len(mix.lam)
-        shares[layer] = {}
-        for i, (s, lam) in enumerate(mix.lam.items()):
-            from_anchor, from_own = (lam.abs() * g for lam, g in zip(lam, gamma[2 * i:2 * i + 2]))
-            shares[layer][s] = (from_anchor / (from_anchor + from_own)).mean().item()
-    hooks = [block.attn.mix.register_forward_pre_hook(lambda mix, inputs, layer=n: look(mix, inputs, layer))
-             for n, block in enumerate(model.blocks, 1) if block.attn.mix]
+    layers, gammas = {n: block.attn.mix for n, block in enumerate(model.blocks, 1) if block.attn.mix}, []
+    hooks = [mix.register_forward_pre_hook(
+        lambda mix, inputs: gammas.append(mix.gamma(inputs[0]) if mix.dynamic else [1.0] * 2 * len(mix.lam)))
+        for mix in layers.values()]
     model(idx)
-    for hook in hooks:
-        hook.remove()
+    [hook.remove() for hook in hooks]
+    shares = {}
+    for (layer, mix), gamma in zip(layers.items(), gammas):
+        for i, (s, lam) in enumerate(mix.lam.items()):
+            from_anchor, from_own = (lam[j].abs() * gamma[2 * i + j] for j in (0, 1))           # [B, T, h, d_h]
+            shares.setdefault(layer, {})[s] = (from_anchor / (from_anchor + from_own)).mean().item()
     return shares
 
 

@@ -34,7 +34,10 @@ LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "enc
 
 
 class UserError(Exception):
-    """A mistake of the user's: the message is one line with the value, what was expected and the remedy."""
+    """A mistake of the user's: one line with the value, what was expected and the remedy (further lines are dropped)."""
+
+    def __str__(self) -> str:
+        return super().__str__().strip().partition("\n")[0]
 
 
 @contextmanager
@@ -216,6 +219,14 @@ def load(name: str, block_size: int, vocab_size: int | None = None, folder: Path
     for split in ("train", "val"):
         description[split] = meta.get("sha256", {}).get(split) or ends(path / f"{split}.bin")
     return description, *(Split(path / f"{split}.bin", vocab_size, block_size) for split in ("train", "val"))
+
+
+def require_same(data: dict, trained_on: dict) -> None:
+    """Raises UserError unless both descriptions are of one data set; its name and place may differ."""
+    for key in ("vocab_size", "train", "val"):
+        if data[key] != trained_on[key]:
+            raise UserError(f"--dataset={data['name']}: its {key} is {data[key]}, the checkpoint was trained on "
+                            f"{trained_on[key]}: give that data set or train from scratch")
 
 
 def main(argv: list[str]) -> int:
