@@ -493,10 +493,9 @@ def main(argv: list[str]) -> int:
     except (UserError, OSError) as error:
         print(f"train.py: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:                                                   # outside of training nothing is at stake
-        return 130
 
 
 if __name__ == "__main__":
+    on_signals(signal.SIG_DFL)                                                  # no traceback where nothing is at stake
     sys.stdout.reconfigure(encoding="utf-8", errors="replace")                  # not the code page of a redirection
     sys.exit(main(sys.argv[1:]))
