@@ -136,16 +136,16 @@ class RMSNorm(nn.Module):
 
 
 def rope_table(block_size: int, d_h: int, theta: float) -> Tensor:
-    """cos and sin of angle = position · θ^(−2i/d_h): [2, block_size, 1, d_h/2], from float64: float32 angles drift."""
+    """(cos, cos) and (−sin, sin) of angle = position · θ^(−2i/d_h): [2, block_size, 1, d_h], computed in float64."""
     frequency = theta ** (-torch.arange(0, d_h, 2, dtype=torch.float64) / d_h)
-    angle = torch.outer(torch.arange(block_size, dtype=torch.float64), frequency)
+    angle = torch.outer(torch.arange(block_size, dtype=torch.float64), torch.cat((-frequency, frequency)))
     return torch.stack((angle.cos(), angle.sin())).unsqueeze(2).float()
 
 
 def rope(s: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the pairs (a, b) = (channel i, channel i + d_h/2) of s [B, T, h, d_h] by their position's angles."""
-    a, b = s.chunk(2, dim=-1)                                                       # [B, T, h, d_h/2] each
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(s)     # [B, T, h, d_h]
+    # (a cos − b sin, b cos + a sin) = (a, b) ⊙ (cos, cos) + (b, a) ⊙ (−sin, sin)
+    return torch.addcmul(s * cos, s.roll(s.size(-1) // 2, dims=-1), sin).type_as(s)
 
 
 class Cache:
@@ -167,11 +167,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """U = softmax(q kᵀ / √d_h + causal mask) v, the T queries being the last of P + T keys: [B, T, h, d_h]."""
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)               # [B, h, T or P + T, d_h]
     T, past = q.size(2), k.size(2) - q.size(2)
-    if past == 0:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
     # Behind a cache is_causal would be wrong: it lets query i see keys 0..i, not 0..past + i. A single one sees all.
-    mask = torch.ones(T, past + T, dtype=torch.bool, device=q.device).tril(past) if T > 1 else None
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
+    mask = torch.ones(T, past + T, dtype=torch.bool, device=q.device).tril(past) if past and T > 1 else None
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=not past).transpose(1, 2)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -226,11 +224,11 @@ class Mixing(nn.Module):
         mixed = dict(own)
         for i, (s, lam) in enumerate(self.lam.items()):
             lam1, lam2 = lam.to(own[s].dtype).unbind()                              # [1 or h, 1 or d_h]
+            anchor, current = anchors[s], own[s]                                    # [B, T, h, d_h]
             # Ŝ_n = (λ1 γ1) ⊙ RMSNorm(S_anc) + (λ2 γ2) ⊙ S_n
-            from_anchor, from_own = lam1 * anchors[s], lam2 * own[s]                # [B, T, h, d_h]
             if self.dynamic:
-                from_anchor, from_own = gamma[2 * i] * from_anchor, gamma[2 * i + 1] * from_own
-            mixed[s] = from_anchor + from_own
+                anchor, current = gamma[2 * i] * anchor, gamma[2 * i + 1] * current
+            mixed[s] = torch.addcmul(lam2 * current, lam1, anchor)                  # = lam2 * current + lam1 * anchor
         return mixed
 
 
@@ -354,7 +352,7 @@ class ExoFormer(nn.Module):
         if targets is not None and targets.shape != idx.shape:
             raise ValueError(f"targets of shape {list(targets.shape)}: expected idx's shape {list(idx.shape)}")
 
-        cos_sin = self.rope[:, past:past + idx.size(1)].unbind()                            # [T, 1, d_h/2] each
+        cos_sin = self.rope[:, past:past + idx.size(1)].unbind()                            # [T, 1, d_h] each
         h, anchors = self.embed(idx), None                                                  # H_0 [B, T, d]
         for n, block in enumerate(self.blocks):                                             # h is H_n here
             if self.config.anchor == "exogenous" and n == self.config.anchor_layer:
@@ -372,7 +370,6 @@ class ExoFormer(nn.Module):
         """An empty cache for `forward` without gradients: one entry a layer, for one batch in chunks of any length."""
         return [Cache(self.config.block_size) for _ in self.blocks]
 
-    @torch.no_grad()
     def stream(self, idx: Tensor, max_new_tokens: int, temperature: float = 1.0, top_k: int | None = None,
                generator: torch.Generator | None = None) -> Iterator[Tensor]:
         """Continue idx, int64 [B, T], yielding each new token [B] as it is drawn.
@@ -396,13 +393,16 @@ class ExoFormer(nn.Module):
             if cache[0].length + chunk.size(1) > block_size:        # full. Dropping the oldest entries would not do:
                 context = context[:, -((block_size + 1) // 2):]     # later ones, in deep layers, depend on them
                 cache, chunk = self.new_cache(), context
-            logits = self(chunk, cache=cache)[0][:, -1].float()         # [B, V]
+            with torch.inference_mode():    # a token's many small kernels start faster without autograd's bookkeeping;
+                logits = self(chunk, cache=cache)[0][:, -1].float()     # [B, V], the tokens drawn stay ordinary tensors
             if temperature == 0:
                 chunk = logits.argmax(-1, keepdim=True)                                     # [B, 1]
             else:
-                logits, ids = logits.topk(min(top_k or V, V))                               # [B, k], likeliest first
-                probs = F.softmax((logits - logits[:, :1]) / temperature, dim=-1)           # of <= 0: no overflow
-                chunk = ids.gather(1, torch.multinomial(probs, 1, generator=generator))     # [B, 1]
+                if top_k:
+                    logits, ids = logits.topk(min(top_k, V))                                # [B, k]
+                probs = F.softmax((logits - logits.amax(-1, keepdim=True)) / temperature, -1)   # of <= 0: no overflow
+                chunk = torch.multinomial(probs, 1, generator=generator)                    # [B, 1]
+                chunk = ids.gather(1, chunk) if top_k else chunk
             context = torch.cat((context, chunk), dim=1)
             yield chunk.squeeze(1)
 

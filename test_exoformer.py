@@ -430,7 +430,9 @@ def test_uninitialised_parameter_raises():
 
 def test_rope_table():
     """cos² + sin² = 1, angles as in float64 at position 4095, and no two positions alike, unlike in bfloat16."""
-    cos, sin = exoformer.rope_table(4096, 64, 500_000.0).squeeze(2).unbind()
+    table = exoformer.rope_table(4096, 64, 500_000.0).squeeze(2)
+    (cos, minus_sin), (again, sin) = table.chunk(2, dim=-1)
+    assert torch.equal(cos, again) and torch.equal(minus_sin, -sin)
     torch.testing.assert_close(cos**2 + sin**2, torch.ones(4096, 32))
     for i in (0, 1, 31):
         assert cos[4095, i].item() == pytest.approx(math.cos(4095 * 500_000.0 ** (-2 * i / 64)), abs=1e-7)
@@ -577,6 +579,15 @@ def test_stream_yields_what_generate_returns():
     pairs = list(zip(*(model.stream(idx, 20, top_k=5, generator=seeded(seed)) for seed in (0, 1))))
     for j in (0, 1):
         assert torch.equal(torch.stack([pair[j] for pair in pairs], dim=1), whole[j])
+
+
+@pytest.mark.parametrize("how", [dict(temperature=0), dict(top_k=3), {}], ids=str)
+def test_generated_tokens_are_ordinary_tensors(how):
+    """Generated tokens can be trained on: no inference tensors, though the forward that gives them makes them."""
+    model = make(CASES["exoformer-dynamic"], torch.float32)
+    idx = model.generate(tokens(model.config, 1, 1), 5, **how)
+    assert not any(token.is_inference() for token in model.stream(idx, 3, **how))
+    model(idx, idx)[1].backward()
 
 
 def test_sampling_draws_from_the_model():
@@ -1510,13 +1521,13 @@ def test_worked_example_comes_out(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("old, new, step", [
-    ("lam1 * anchors[s], lam2 * own[s]", "lam2 * anchors[s], lam1 * own[s]", "mixed value"),
+    ("addcmul(lam2 * current, lam1, anchor)", "addcmul(lam1 * current, lam2, anchor)", "mixed value"),
     ("return normalise(self.norm, anchors)", "return anchors", "RMS of the anchor"),
-    ("gamma[2 * i] * from_anchor", "gamma[2 * i + 1] * from_anchor", "dynamic, one γ pushed: the second token"),
+    ("gamma[2 * i] * anchor", "gamma[2 * i + 1] * anchor", "dynamic, one γ pushed: the second token"),
     ("mixed = normalise(self.norm, mixed)", "pass", "attention weights"),
-    ("a * cos - b * sin, b * cos + a * sin", "a * cos + b * sin, b * cos - a * sin", "attention weights"),
+    ("torch.cat((-frequency, frequency))", "torch.cat((frequency, -frequency))", "attention weights"),
     ("q, k, v = rope(mixed[\"q\"], *cos_sin)", "q, k, v = mixed[\"q\"]", "attention weights"),
-    ("is_causal=True", "is_causal=False", "the first token's output"),
+    ("is_causal=not past", "is_causal=False", "the first token's output"),
     ("u = u * mixed[\"g\"].sigmoid()", "u = u * own[\"g\"].sigmoid()", "gate"),
     ("u = u * mixed[\"g\"].sigmoid()", "u = F.silu(u)", "gate"),
     ("self.attn(self.attn_norm(h)", "self.attn(h", "mixed value"),
