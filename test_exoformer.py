@@ -5,11 +5,13 @@ A fresh ExoFormer has zero logits whatever its variant, so two fresh models are 
 causality or caching therefore begins with `randomise`, which gives every parameter a random non-zero value.
 """
 
+import contextlib
 import copy
 import csv
 import gc
 import hashlib
 import http.server
+import io
 import itertools
 import json
 import math
@@ -22,12 +24,14 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import types
 from dataclasses import asdict, replace
 from operator import itemgetter
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 import pytest
@@ -41,7 +45,8 @@ from data import prepare
 from exoformer import VARIANTS, Config, ExoFormer
 
 ROOT = Path(__file__).resolve().parent
-torch.set_num_threads(1)        # the models are tiny: threads only cost
+if __name__ != "__main__":
+    torch.set_num_threads(1)        # the models of the tests are tiny: threads only cost
 
 SMALL = dict(vocab_size=11, block_size=12, n_layer=3, n_head=2, n_embd=8)
 
@@ -1500,14 +1505,19 @@ def test_precision_fits_the_hardware(monkeypatch):
 # ---------------------------------------------------------------------------------------------------------------------
 # The worked example and the README
 
+def changed_exoformer(old, new):
+    """exoformer.py as a module, with one piece of its text changed."""
+    source = (ROOT / "exoformer.py").read_text(encoding="utf-8")
+    assert source.count(old) == 1, f"{old!r} is not, or not once, in exoformer.py"
+    module = types.ModuleType("exoformer")
+    exec(compile(source.replace(old, new), "exoformer.py", "exec"), module.__dict__)
+    return module
+
+
 def run_worked_example(monkeypatch, broken=None):
     """worked_example.py's exit code, with exoformer.py changed by `broken` = (old, new) text."""
     if broken:
-        source = (ROOT / "exoformer.py").read_text(encoding="utf-8")
-        assert source.count(broken[0]) == 1, f"{broken[0]!r} is not, or not once, in exoformer.py"
-        module = types.ModuleType("exoformer")
-        monkeypatch.setitem(sys.modules, "exoformer", module)
-        exec(compile(source.replace(*broken), "exoformer.py", "exec"), module.__dict__)
+        monkeypatch.setitem(sys.modules, "exoformer", changed_exoformer(*broken))
     with pytest.raises(SystemExit) as end:
         runpy.run_path(str(ROOT / "worked_example.py"), run_name="__main__")
     return end.value.code
@@ -1531,7 +1541,7 @@ def test_worked_example_comes_out(monkeypatch, capsys):
     ("u = u * mixed[\"g\"].sigmoid()", "u = u * own[\"g\"].sigmoid()", "gate"),
     ("u = u * mixed[\"g\"].sigmoid()", "u = F.silu(u)", "gate"),
     ("self.attn(self.attn_norm(h)", "self.attn(h", "mixed value"),
-    ("F.gelu(self.W1(x))", "F.relu(self.W1(x))", "dynamic, one γ pushed: γ"),
+    ("u * torch.special.ndtr(u)", "F.relu(u)", "dynamic, one γ pushed: γ"),
 ])
 def test_worked_example_notices_a_broken_model(monkeypatch, capsys, old, new, step):
     """Mixing, norms, γ, RoPE, mask or gate broken in exoformer.py: the example exits 1 and names the step."""
@@ -1552,6 +1562,28 @@ def test_readme_names_exist():
             thing = getattr(instances.get(getattr(thing, "__name__", ""), thing), part)
 
 
+def readme_lessons():
+    """(title, line to change, changed line) of each exercise in the README."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    return re.findall(r"^\*\*\d\. (.*?)\*\*.*?^```diff\n-(.*?)\n\+(.*?)\n```", readme, re.M | re.S)
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_readme_lessons(number):
+    """The line that an exercise changes stands once in exoformer.py, and the changed model computes something else."""
+    title, old, new = readme_lessons()[number]
+    changed = changed_exoformer(old, new)
+    torch.manual_seed(0)
+    models = [m.ExoFormer(m.Config.variant("exoformer-dynamic", **SMALL)) for m in (exoformer, changed)]
+    for model in models:
+        for name, p in model.named_parameters():
+            if not p.any() and ".W2." not in name:
+                torch.nn.init.normal_(p, generator=torch.Generator().manual_seed(0))
+    idx = tokens(CASES["base"])
+    logits = [model(idx)[0] for model in models]
+    assert (logits[0] - logits[1]).abs().max() > 1e-3 and len(readme_lessons()) == 5
+
+
 def test_ci_runs_the_readme():
     """CI's command is the README's second of two set-up commands; the first one trains."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -1559,3 +1591,179 @@ def test_ci_runs_the_readme():
     assert [command.split()[-1] for command in commands] == ["train.py", "test_exoformer.py"]
     shown = subprocess.run(["bash", ROOT / ".ci" / "run", "--show"], capture_output=True, text=True, check=True).stdout
     assert shlex.split(shown) == shlex.split(commands[1])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The README's tables: python test_exoformer.py steps | generation | shakespeare | lessons
+
+ROWS = ("gated", "exoformer", "exoformer-dynamic")              # all at Config's sizes
+
+
+def models() -> dict[str, ExoFormer]:
+    """A model of each row, the matrices that start at zero made random, so that there is something to compute."""
+    torch.manual_seed(0)
+    rows = {name: ExoFormer(Config.variant(name)) for name in ROWS}
+    for p in (p for model in rows.values() for p in model.parameters() if not p.any()):
+        torch.nn.init.normal_(p, std=0.02)
+    return rows
+
+
+def clock(jobs: dict, rounds: int) -> dict:
+    """Seconds of each job, the median over rounds that run every job once, after a round to warm up."""
+    seconds = {name: [] for name in jobs}
+    for _ in range(1 + rounds):
+        for name, job in jobs.items():
+            start = time.perf_counter()
+            job()
+            seconds[name].append(time.perf_counter() - start)
+    return {name: median(times[1:]) for name, times in seconds.items()}
+
+
+def steps(rounds: int = 7, batch_size: int = 8) -> None:
+    """A training step as train.py takes it: forward, backward, clipping, both optimizers."""
+    options = train.Options(muon_lr=1e-3, adamw_lr=1e-3)
+    x, y = torch.randint(256, (2, batch_size, 256))
+    for dtype in dict.fromkeys((train.pick_dtype("auto", torch.device("cpu")), "float32")):     # one table where the two are the same
+        jobs, in_muon = {}, {name: [] for name in ROWS}
+        for name, model in models().items():
+            muon, adamw = train.make_optimizers(model, options, torch.device("cpu"))
+
+            def step(name=name, model=model, muon=muon, adamw=adamw):
+                with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
+                    loss = model(x, y)[1]
+                loss.backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), options.grad_clip)
+                start = time.perf_counter()
+                muon.step()
+                in_muon[name].append(time.perf_counter() - start)
+                adamw.step()
+                model.zero_grad()                               # here, as train.py: no gradients beside activations
+            jobs[name] = step
+        seconds = clock(jobs, rounds)
+        print(f"\n| {dtype}, batch {batch_size} | ms per step | of gated's | Muon's share |\n|---|---|---|---|")
+        for name in ROWS:
+            print(f"| `{name}` | {1000 * seconds[name]:.0f} | {seconds[name] / seconds['gated']:.2f} "
+                  f"| {median(in_muon[name]) / seconds[name]:.0%} |")
+
+
+@torch.no_grad()
+def recompute(model: ExoFormer, idx: torch.Tensor, new: int) -> torch.Tensor:
+    """Greedy generation without a cache: the whole context again for each token."""
+    for _ in range(new):
+        idx = torch.cat((idx, model(idx)[0][:, -1].argmax(-1, keepdim=True)), dim=1)
+    return idx
+
+
+def generation(rounds: int = 5, prompt: int = 8, new: int = 248) -> None:
+    """Tokens per second in float32, batch 1, up to a full context: with the cache and recomputing all of it."""
+    idx, jobs = torch.randint(256, (1, prompt)), {}
+    for name, model in models().items():
+        jobs |= {name: lambda model=model: model.generate(idx, new, temperature=0),
+                 (name, "recomputing"): lambda model=model: recompute(model, idx, new)}
+    seconds = clock(jobs, rounds)
+    print("\n| tokens/s | cached | recomputing | ratio | cached, of gated's |\n|---|---|---|---|---|")
+    for name in ROWS:
+        cached, slow = new / seconds[name], new / seconds[name, "recomputing"]
+        of_gated = seconds["gated"] / seconds[name]
+        print(f"| `{name}` | {cached:.0f} | {slow:.1f} | {cached / slow:.1f} | {of_gated:.2f} |")
+
+
+class NanoGPT(torch.nn.Module):
+    """What nanoGPT trains with its README's CPU command, its layers from torch.nn: 4 layers, 4 heads, d = 128, T = 64."""
+
+    def __init__(self, vocab_size=65, T=64, d=128):
+        super().__init__()
+        nn = torch.nn
+        layer = nn.TransformerEncoderLayer(d, 4, 4 * d, 0.0, "gelu", batch_first=True, norm_first=True, bias=False)
+        self.embed, self.position = nn.Embedding(vocab_size, d), nn.Embedding(T, d)
+        self.layers = nn.TransformerEncoder(layer, 4, nn.LayerNorm(d, bias=False), enable_nested_tensor=False)
+        self.mask = nn.Transformer.generate_square_subsequent_mask(T)
+        for p in self.parameters():
+            if p.ndim > 1:
+                nn.init.normal_(p, std=0.02)
+
+    def forward(self, idx, targets):
+        h = self.layers(self.embed(idx) + self.position.weight, self.mask, is_causal=True)
+        return None, F.cross_entropy((h @ self.embed.weight.T).flatten(0, 1), targets.flatten())
+
+
+def adamw_recipe(model, *_):
+    """nanoGPT's optimizer, in the two parts that train.py steps: matrices decay, gains do not, all at one rate."""
+    return [torch.optim.AdamW([p for p in model.parameters() if matrix == (p.ndim == 2)], betas=(0.9, 0.99),
+                              weight_decay=0.1 * matrix, fused=True) for matrix in (True, False)]
+
+
+def cosine(step, max_iters, warmup_iters):
+    """nanoGPT's schedule: linear warm-up, then a cosine down to a tenth."""
+    progress = max(0, step - warmup_iters) / (max_iters - warmup_iters)
+    return min((step + 1) / (warmup_iters + 1), 0.55 + 0.45 * math.cos(math.pi * progress))
+
+
+def nanogpt_run(seed):
+    """(seconds of training, loss on the whole validation split) of nanoGPT's model and recipe on its 65 characters."""
+    _, split, val = prepare.load("shakespeare", 64)
+    chars = np.unique(split.tokens)
+    ids = np.zeros(256, dtype=np.int64)
+    ids[chars] = np.arange(len(chars))
+    torch.manual_seed(seed)
+    model = NanoGPT(len(chars))
+    optimizers, seconds = adamw_recipe(model), 0.0
+    for step in tqdm(range(2000), "nanoGPT"):
+        start = time.perf_counter()
+        loss = model(*(torch.from_numpy(ids[x]) for x in split.batch(12, seed, step)))[1]
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.param_groups[0]["lr"] = 1e-3 * cosine(step, 2000, 100)
+            optimizer.step()
+            optimizer.zero_grad()
+        seconds += time.perf_counter() - start
+    with torch.no_grad():
+        losses = [(len(x), model(torch.from_numpy(ids[x]), torch.from_numpy(ids[y]))[1].item())
+                  for x, y in val.fixed(0, 128)]
+    return seconds, sum(n * loss for n, loss in losses) / sum(n for n, _ in losses)
+
+
+def trained(*flags):
+    """train.py's last row of log.csv for these flags, its printing left out."""
+    with tempfile.TemporaryDirectory() as out, contextlib.redirect_stdout(io.StringIO()):
+        assert train.main([*flags, f"--out_dir={out}", "--max_new_tokens=0"]) == 0
+        return list(csv.DictReader(open(f"{out}/log.csv", newline="")))[-1]
+
+
+def shakespeare(seed=1337):
+    """nanoGPT's CPU run beside --preset=shakespeare-cpu: what comes from the optimizer, and what from the anchors."""
+    print("| run | steps × batch | training | time | loss on the whole validation split |\n|---|---|---|---|---|")
+    reference, loss = nanogpt_run(seed)
+    print(f"| nanoGPT's model and AdamW recipe | 2000 × 12 | {reference:.1f} s | 1 | {loss:.3f} |")
+    row, preset = train.PRESETS["shakespeare-cpu"], ["--preset=shakespeare-cpu", f"--seed={seed}"]
+    adamw = "--batch_size=12 --max_iters=2000 --warmup_iters=100 --muon_lr=1e-3 --adamw_lr=1e-3 --eval_interval=2000"
+    for variant, recipe in (("base", "adamw"), ("base", "muon"), ("gated", "muon"), (row["variant"], "muon")):
+        with pytest.MonkeyPatch.context() as patch:
+            if recipe == "adamw":
+                patch.setattr(train, "make_optimizers", adamw_recipe)
+                patch.setattr(train, "lr_factor", cosine)
+            last = trained(*preset, f"--variant={variant}", *(adamw.split() if recipe == "adamw" else ()))
+        what = "nanoGPT's AdamW recipe" if recipe == "adamw" else "this preset"
+        size = "2000 × 12" if recipe == "adamw" else f"{row['max_iters']} × {row['batch_size']}"
+        seconds = float(last["seconds"])
+        print(f"| `{variant}`, {what} | {size} | {seconds:.1f} s | 1/{reference / seconds:.1f} | "
+              f"{float(last['val_loss']):.3f} |", flush=True)
+
+
+def lessons(seeds=(1, 2, 3)):
+    """The README's exercises, each with its line of exoformer.py changed, beside the unchanged model."""
+    print("| lesson | " + " | ".join(f"seed {seed}" for seed in seeds) + " | mean |\n|" + "---|" * (len(seeds) + 2))
+    for title, old, new in [("unchanged", "", ""), *readme_lessons()]:
+        with pytest.MonkeyPatch.context() as patch:
+            if old:
+                module = changed_exoformer(old, new)
+                patch.setattr(train, "Config", module.Config)
+                patch.setattr(train, "ExoFormer", module.ExoFormer)
+            losses = [float(trained("--preset=shakespeare-cpu", f"--seed={seed}")["val_loss"]) for seed in seeds]
+        print(f"| {title} | " + " | ".join(f"{loss:.3f}" for loss in [*losses, sum(losses) / len(losses)]) + " |",
+              flush=True)
+
+
+if __name__ == "__main__":
+    {"steps": steps, "generation": generation, "shakespeare": shakespeare, "lessons": lessons}[sys.argv[1]]()
