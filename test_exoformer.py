@@ -835,11 +835,15 @@ def test_evaluation_windows(tmp_path):
             assert x[:, 0].tolist() == list(expected) and (y == x + 1).all() and x.shape[1] == 8
 
 
+class Poison:
+    """A pickle of this runs code when it is read, as any pickle may."""
+
+    def __reduce__(self):
+        return pytest.fail, ("a pickle was read",)
+
+
 def test_a_users_own_folder(tmp_path, monkeypatch):
     """Any folder with nanoGPT's .bin files is a data set; llm.c's header is read; a pickle in it never is."""
-    class Poison:
-        def __reduce__(self):
-            return pytest.fail, ("meta.pkl was unpickled",)
     own = tmp_path / "my own"
     own.mkdir()
     (own / "meta.pkl").write_bytes(pickle.dumps(Poison()))
@@ -1002,8 +1006,9 @@ def test_speed_leaves_out_all_but_the_steps(lab, monkeypatch):
             return function(*args)
         return slow
     monkeypatch.setattr(train.time, "perf_counter", tick)
-    for name in ("evaluate", "save", "compiled"):
-        monkeypatch.setattr(train, name, an_hour(getattr(train, name) if name != "compiled" else lambda model, *_: model))
+    monkeypatch.setattr(train, "compiled", an_hour(lambda model, *_: model))
+    for name in ("evaluate", "save"):
+        monkeypatch.setattr(train, name, an_hour(getattr(train, name)))
     rows = lab("--max_iters=6", "--eval_interval=2", "--compile", "--gradient_accumulation_steps=3")
     assert [float(row["seconds"]) for row in rows] == [1, 2, 3, 4, 5, 6]
     assert {row["tokens_per_second"] for row in rows} == {str(3 * 4 * 16)}
@@ -1012,7 +1017,7 @@ def test_speed_leaves_out_all_but_the_steps(lab, monkeypatch):
 def test_mfu(lab, monkeypatch, capsys):
     """MFU is model FLOPs by the peak of the GPU's name, and n/a on a CPU, an unknown GPU and in float32."""
     cuda = torch.device("cuda", 0)
-    for name, peak in (("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA L40S", 362e12),
+    for name, peak in (("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA L40S", 362e12), ("NVIDIA L40", 181e12),
                        ("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H200", 989e12), ("NVIDIA L4", 121e12)):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
         assert train.peak_flops(cuda, "bfloat16") == peak and math.isnan(train.peak_flops(cuda, "float32"))
@@ -1147,7 +1152,7 @@ def test_replacing_is_whole_or_not_at_all(tmp_path, monkeypatch):
 
 
 def test_last_and_best(lab, monkeypatch):
-    """last.pt is the newest and best.pt the one of lowest validation loss, also over a resume, however short the run."""
+    """last.pt is the newest and best.pt the one of lowest validation loss, over a resume too, however short the run."""
     losses = iter([3.0, 2.0, 2.5, 2.2, 1.9])
     monkeypatch.setattr(train, "evaluate", lambda *_: next(losses))
     lab("--max_iters=3", "--eval_interval=1")
@@ -1157,7 +1162,9 @@ def test_last_and_best(lab, monkeypatch):
         steps.append(tuple(itemgetter("step", "val_loss", "best_loss")(saved(name)) for name in ("last", "best")))
     assert steps == [((3, 2.5, 2.0), (2, 2.0, 2.0)), ((4, 2.2, 2.0), (2, 2.0, 2.0)), ((5, 1.9, 1.9), (5, 1.9, 1.9))]
     monkeypatch.setattr(train, "evaluate", lambda *_: 5.0)
+    Path("out/last.pt.tmp").write_bytes(b"half a checkpoint")           # what a kill leaves
     lab("--max_iters=1", "--eval_interval=1000")                        # another run in the same folder
+    assert not Path("out/last.pt.tmp").exists()
     assert saved("best")["step"] == saved()["step"] == 1
 
 
@@ -1176,7 +1183,8 @@ def test_checkpoints_are_plain(lab):
     assert (checkpoint["format"], checkpoint["step"], checkpoint["options"]["batch_size"]) == (1, 2, 4)
     meta = json.loads(Path("d/meta.json").read_text(encoding="utf-8"))
     assert checkpoint["data"] == dict(name="d", vocab_size=256, tokenizer="bytes") | meta["sha256"]
-    assert set(checkpoint["model"]) == {name for name, _ in ExoFormer(Config(**checkpoint["config"])).named_parameters()}
+    model = ExoFormer(Config(**checkpoint["config"]))
+    assert set(checkpoint["model"]) == {name for name, _ in model.named_parameters()}
 
 
 def test_compiled_and_plain_runs_share_checkpoints(lab, monkeypatch):
@@ -1230,8 +1238,9 @@ def test_resume_takes_its_options_from_the_checkpoint(lab, capsys):
                              "changed since the checkpoint: weight_decay from 0.3 to 0.2"]
     assert saved()["step"] == 3 and saved()["optimizers"][0]["param_groups"][0]["weight_decay"] == 0.2
     assert itemgetter("variant", "batch_size", "dataset", "max_iters")(saved()["options"]) == ("gated", 4, "d", 3)
-    for flag, words in (("--n_layer=5", "n_layer=5 2"), ("--variant=base", "variant=base gated"), ("--mix=q", "mix=q VG"),
-                        ("--n_head=5", "n_head=5 2"), ("--preset=cpu", "preset=cpu gpu"), ("--vocab_size=9", "9 256")):
+    for flag, words in (("--n_layer=5", "n_layer=5 2"), ("--variant=base", "variant=base gated"),
+                        ("--mix=q", "mix=q VG"), ("--n_head=5", "n_head=5 2"), ("--preset=cpu", "preset=cpu gpu"),
+                        ("--vocab_size=9", "vocab_size=9 256")):
         assert train.main([*resume, flag]) == 2
         error = capsys.readouterr().err
         assert error.count("\n") == 1 and all(word in error for word in words.split()), error
@@ -1257,7 +1266,7 @@ def test_resume_wants_its_data(lab, capsys):
         assert error.count("\n") == 1 and all(word in error for word in words.split()), error
 
 
-@pytest.mark.parametrize("content", ["text", "cut", "flipped", "list", "format", "weights"])
+@pytest.mark.parametrize("content", ["text", "cut", "flipped", "list", "format", "weights", "poison"])
 def test_a_damaged_or_foreign_checkpoint_is_one_line(lab, capsys, content):
     """A file that is no checkpoint of this trainer, cut off, changed or of another format is named in one line."""
     lab("--max_iters=1")
@@ -1268,7 +1277,7 @@ def test_a_damaged_or_foreign_checkpoint_is_one_line(lab, capsys, content):
         path.write_bytes({"text": b"To be", "cut": raw[:-1000], "flipped": raw[:100] + b"?" * 300 + raw[400:]}[content])
     else:
         torch.save({"list": [1], "format": checkpoint | dict(format=2),
-                    "weights": checkpoint | dict(model={})}[content], path)
+                    "weights": checkpoint | dict(model={}), "poison": Poison()}[content], path)
     capsys.readouterr()
     assert train.main(["--init_from=resume", "--max_iters=2", "--device=cpu"]) == 2
     error = capsys.readouterr().err
@@ -1427,7 +1436,7 @@ def test_batches_reach_a_gpu_asynchronously(tmp_path, monkeypatch):
     _, split, _ = prepare.load("d", 8, folder=tmp_path)
     calls = []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: calls.append("pin") or self)
-    monkeypatch.setattr(torch.Tensor, "to", lambda self, device, non_blocking: calls.append((device.type, non_blocking)))
+    monkeypatch.setattr(torch.Tensor, "to", lambda _, device, non_blocking: calls.append((device.type, non_blocking)))
     options = train.Options(batch_size=3, gradient_accumulation_steps=2, seed=5)
     x, y = train.fetch(split, options, 7, torch.device("cpu"))
     assert x.shape == (6, 8) and torch.equal(y, x + 1) and not calls
@@ -1594,15 +1603,16 @@ def test_ci_runs_the_readme():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The README's tables: python test_exoformer.py steps | generation | shakespeare | lessons
+# The README's tables: python test_exoformer.py steps | muon | generation | shakespeare | lessons
 
+CPU = torch.device("cpu")
 ROWS = ("gated", "exoformer", "exoformer-dynamic")              # all at Config's sizes
 
 
-def models() -> dict[str, ExoFormer]:
+def models(**sizes) -> dict[str, ExoFormer]:
     """A model of each row, the matrices that start at zero made random, so that there is something to compute."""
     torch.manual_seed(0)
-    rows = {name: ExoFormer(Config.variant(name)) for name in ROWS}
+    rows = {name: ExoFormer(Config.variant(name, **sizes)) for name in ROWS}
     for p in (p for model in rows.values() for p in model.parameters() if not p.any()):
         torch.nn.init.normal_(p, std=0.02)
     return rows
@@ -1619,24 +1629,24 @@ def clock(jobs: dict, rounds: int) -> dict:
     return {name: median(times[1:]) for name, times in seconds.items()}
 
 
-def steps(rounds: int = 7, batch_size: int = 8) -> None:
+def steps(rounds: int = 15, batch_size: int = 8, **sizes) -> None:
     """A training step as train.py takes it: forward, backward, clipping, both optimizers."""
     options = train.Options(muon_lr=1e-3, adamw_lr=1e-3)
-    x, y = torch.randint(256, (2, batch_size, 256))
-    for dtype in dict.fromkeys((train.pick_dtype("auto", torch.device("cpu")), "float32")):     # one table where the two are the same
+    x, y = torch.randint(256, (2, batch_size, sizes.get("block_size", 256)))
+    for dtype in dict.fromkeys((train.pick_dtype("auto", CPU), "float32")):     # one table where the two are the same
         jobs, in_muon = {}, {name: [] for name in ROWS}
-        for name, model in models().items():
-            muon, adamw = train.make_optimizers(model, options, torch.device("cpu"))
+        for name, model in models(**sizes).items():
+            optimizers = train.make_optimizers(model, options, CPU)
 
-            def step(name=name, model=model, muon=muon, adamw=adamw):
+            def step(name=name, model=model, optimizers=optimizers):
                 with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
                     loss = model(x, y)[1]
                 loss.backward()
                 torch.nn.utils.clip_grad_norm_(model.parameters(), options.grad_clip)
                 start = time.perf_counter()
-                muon.step()
+                optimizers[0].step()
                 in_muon[name].append(time.perf_counter() - start)
-                adamw.step()
+                optimizers[1].step()
                 model.zero_grad()                               # here, as train.py: no gradients beside activations
             jobs[name] = step
         seconds = clock(jobs, rounds)
@@ -1669,7 +1679,7 @@ def generation(rounds: int = 5, prompt: int = 8, new: int = 248) -> None:
 
 
 class NanoGPT(torch.nn.Module):
-    """What nanoGPT trains with its README's CPU command, its layers from torch.nn: 4 layers, 4 heads, d = 128, T = 64."""
+    """What nanoGPT trains with its README's CPU command: 4 layers and heads, d = 128, T = 64; the layers are torch's."""
 
     def __init__(self, vocab_size=65, T=64, d=128):
         super().__init__()
@@ -1765,5 +1775,10 @@ def lessons(seeds=(1, 2, 3)):
               flush=True)
 
 
+def muon():
+    """The same at the size of `python train.py`: Muon's share there."""
+    steps(**{name: train.PRESETS["cpu"][name] for name in ("batch_size", "n_layer", "n_head", "n_embd", "block_size")})
+
+
 if __name__ == "__main__":
-    {"steps": steps, "generation": generation, "shakespeare": shakespeare, "lessons": lessons}[sys.argv[1]]()
+    {"steps": steps, "muon": muon, "generation": generation, "shakespeare": shakespeare, "lessons": lessons}[sys.argv[1]]()

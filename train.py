@@ -211,8 +211,8 @@ def lr_factor(step: int, max_iters: int, warmup_iters: int, decay_share: float) 
 # Device: precision, speed, compilation
 
 # dense bfloat16, by a part of the device's name; the first that fits counts
-PEAK_FLOPS = {"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12,
-              "RTX 4090": 165e12, "RTX 3090": 71e12}
+PEAK_FLOPS = {"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12,
+              "L40": 181e12, "L4": 121e12, "RTX 4090": 165e12, "RTX 3090": 71e12}
 
 
 def pick_device(name: str) -> torch.device:
@@ -296,9 +296,10 @@ def load_checkpoint(path: Path) -> tuple[dict, ExoFormer]:
 def open_log(path: Path, first: int):
     """log.csv to write on: new, or for a resumed run with the rows up to step `first`, the checkpoint's."""
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)[1:] if first and path.exists() else []
-    kept = [line for line in lines if line.endswith("\n") and int(line.split(",")[0]) <= first]   # a kill tears a line
+    kept = [line for line in lines if line.endswith("\n") and int(line.split(",")[0]) <= first]    # a kill tears one
+    header = "step,train_loss,val_loss,lr_factor,grad_norm,seconds,tokens_per_second\n"
     with replacing(path) as file:
-        file.write("".join(["step,train_loss,val_loss,lr_factor,grad_norm,seconds,tokens_per_second\n", *kept]).encode())
+        file.write("".join([header, *kept]).encode())
     return path.open("a", encoding="utf-8", newline="")
 
 
@@ -306,7 +307,7 @@ def open_log(path: Path, first: int):
 # Training
 
 def fetch(split: Split, options: Options, step: int, device: torch.device) -> tuple[Tensor, ...]:
-    """The step's inputs and targets, int64 [micro-batches × batch_size, block_size]; to a GPU the copy does not wait."""
+    """The step's inputs and targets, int64 [micro-batches × batch_size, block_size]; a copy to a GPU does not wait."""
     ids = split.batch(options.batch_size * options.gradient_accumulation_steps, options.seed, step)
     if device.type == "cuda":
         return tuple(torch.from_numpy(i).pin_memory().to(device, non_blocking=True) for i in ids)
@@ -328,7 +329,7 @@ def require_finite(values: dict[str, float], step: int, optimizers: list[torch.o
     if not all(math.isfinite(value) for value in values.values()):              # nan > limit and nan < limit are False
         values |= {name: o.param_groups[0]["lr"] for name, o in zip(("muon_lr", "adamw_lr"), optimizers)}
         found = ", ".join(f"{name} {value:.3g}" for name, value in values.items())
-        raise UserError(f"step {step + 1}: {found}: expected finite numbers, lower the rates (no checkpoint is touched)")
+        raise UserError(f"step {step + 1}: {found}: expected finite numbers, lower the rates (no file is touched)")
 
 
 def on_signals(handler) -> None:
@@ -373,7 +374,7 @@ def train(given: dict) -> float | None:
     optimizers = make_optimizers(model, options, device)
     for optimizer, state in zip(optimizers, checkpoint.pop("optimizers") if checkpoint else ()):
         optimizer.load_state_dict(state)
-    optimizers[0].param_groups[0].update(momentum=options.momentum, weight_decay=options.weight_decay)  # flags may change
+    optimizers[0].param_groups[0] |= dict(momentum=options.momentum, weight_decay=options.weight_decay)     # flags win
     try:
         out.mkdir(parents=True, exist_ok=True)
         for temporary in out.glob("*.tmp"):                                     # of a run that was killed while saving
