@@ -1705,7 +1705,7 @@ def adamw_recipe(model, *_):
                               weight_decay=0.1 * matrix, fused=True) for matrix in (True, False)]
 
 
-def cosine(step, max_iters, warmup_iters):
+def cosine(step, max_iters, warmup_iters, *_):
     """nanoGPT's schedule: linear warm-up, then a cosine down to a tenth."""
     progress = max(0, step - warmup_iters) / (max_iters - warmup_iters)
     return min((step + 1) / (warmup_iters + 1), 0.55 + 0.45 * math.cos(math.pi * progress))
@@ -1750,7 +1750,8 @@ def shakespeare(seed=1337):
     print(f"| nanoGPT's model and AdamW recipe | 2000 × 12 | {reference:.1f} s | 1 | {loss:.3f} |")
     row, preset = train.PRESETS["shakespeare-cpu"], ["--preset=shakespeare-cpu", f"--seed={seed}"]
     adamw = "--batch_size=12 --max_iters=2000 --warmup_iters=100 --muon_lr=1e-3 --adamw_lr=1e-3 --eval_interval=2000"
-    for variant, recipe in (("base", "adamw"), ("base", "muon"), ("gated", "muon"), (row["variant"], "muon")):
+    rows = ((row["variant"], "muon"), ("gated", "muon"), ("base", "muon"), ("base", "adamw"))
+    for variant, recipe in rows:
         with pytest.MonkeyPatch.context() as patch:
             if recipe == "adamw":
                 patch.setattr(train, "make_optimizers", adamw_recipe)

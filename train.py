@@ -36,8 +36,9 @@ PRESETS = {
     "cpu": dict(n_layer=4, n_head=4, n_embd=256, block_size=256, batch_size=8, max_iters=750, warmup_iters=40),
     "gpu": dict(n_layer=6, n_head=6, n_embd=384, block_size=256, batch_size=64, max_iters=2500, warmup_iters=100),
     "shakespeare-cpu": dict(
-        n_layer=4, n_head=4, n_embd=128, block_size=64, batch_size=24, max_iters=120, warmup_iters=4,
-        muon_lr=0.02, adamw_lr=0.02, eval_interval=60, eval_iters=0, dataset="shakespeare"),
+        n_layer=4, n_head=4, n_embd=128, block_size=64, batch_size=18, max_iters=124, warmup_iters=4, decay_share=0.5,
+        muon_lr=0.04, adamw_lr=0.015, momentum=0.9, eval_interval=62, eval_iters=0, dataset="shakespeare",
+        variant="exoformer"),
     "shakespeare-gpu": dict(
         n_layer=6, n_head=6, n_embd=384, block_size=256, batch_size=64, max_iters=1000, warmup_iters=50,
         muon_lr=0.01, eval_interval=100, eval_iters=0, dataset="shakespeare"),
