@@ -1595,6 +1595,15 @@ def test_readme_lessons(number):
     assert (logits[0] - logits[1]).abs().max() > 1e-3 and len(readme_lessons()) == 5
 
 
+def test_readme_presets():
+    """The README's table of presets says what the presets are."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for name, row in train.PRESETS.items():
+        p = dict(dataset=train.Options.dataset) | row
+        sizes = f"{p['n_layer']}, {p['n_head']}, {p['n_embd']}, {p['block_size']}"
+        assert f"| `{name}` | {sizes} | {p['batch_size']} × {p['max_iters']} | `{p['dataset']}` |" in readme
+
+
 def test_ci_runs_the_readme():
     """CI's command is the README's second of two set-up commands; the first one trains."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -36,8 +36,8 @@ PRESETS = {
     "cpu": dict(n_layer=4, n_head=4, n_embd=256, block_size=256, batch_size=8, max_iters=750, warmup_iters=40),
     "gpu": dict(n_layer=6, n_head=6, n_embd=384, block_size=256, batch_size=64, max_iters=2500, warmup_iters=100),
     "shakespeare-cpu": dict(
-        n_layer=4, n_head=4, n_embd=128, block_size=64, batch_size=18, max_iters=124, warmup_iters=4, decay_share=0.5,
-        muon_lr=0.04, adamw_lr=0.015, momentum=0.9, eval_interval=62, eval_iters=0, dataset="shakespeare",
+        n_layer=4, n_head=4, n_embd=128, block_size=64, batch_size=16, max_iters=124, warmup_iters=4, decay_share=0.5,
+        muon_lr=0.04, adamw_lr=0.02, momentum=0.85, eval_interval=62, eval_iters=0, dataset="shakespeare",
         variant="exoformer"),
     "shakespeare-gpu": dict(
         n_layer=6, n_head=6, n_embd=384, block_size=256, batch_size=64, max_iters=1000, warmup_iters=50,
@@ -96,10 +96,12 @@ def parse(argv: list[str]) -> dict:
                                      argument_default=argparse.SUPPRESS)
     parser.error, flags = fail, fields(Options) + fields(Config)
     for f in flags:
-        about = f.metadata.get("help", "of the model, see exoformer.Config; by default the preset's or the variant's")
-        default = f" (default: {f.default})" if f.metadata and f.default is not None else ""
+        about = f.metadata.get("help", "of the model, see exoformer.Config and VARIANTS")
+        defaults = [str(f.default)] if f.metadata and f.default is not None else []
+        defaults += [f"{row[f.name]} in {name}" for name, row in PRESETS.items() if f.name in row]
         parser.add_argument(f"--{f.name}", type=boolean if f.type is bool else f.type, metavar=f.type.__name__,
-                            help=about + default, **dict(nargs="?", const=True) if f.type is bool else {})
+                            help=about + (f" (default: {', '.join(defaults)})" if defaults else ""),
+                            **dict(nargs="?", const=True) if f.type is bool else {})
     values, unknown = parser.parse_known_args(argv)
     if unknown:
         near = get_close_matches(unknown[0].lstrip("-").split("=")[0], [f.name for f in flags], 1)
