@@ -124,7 +124,7 @@ def settle(given: dict, checkpoint: dict | None, device: torch.device) -> tuple[
     else:
         saved = checkpoint["config"] | checkpoint["options"]
         for name, value in given.items():
-            if name != "init_from" and value != saved[name]:
+            if name not in ("init_from", "eval_only") and value != saved[name]:
                 if name in MODEL_FLAGS | {"variant", "preset"}:
                     raise UserError(f"--{name}={value}: the checkpoint has {saved[name]}, drop the flag or train from "
                                     "scratch")
