@@ -1019,7 +1019,8 @@ def test_speed_leaves_out_all_but_the_steps(lab, monkeypatch):
 def test_mfu(lab, monkeypatch, capsys):
     """MFU is model FLOPs by the peak of the GPU's name, and n/a on a CPU, an unknown GPU and in float32."""
     cuda = torch.device("cuda", 0)
-    for name, peak in (("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA L40S", 362e12), ("NVIDIA L40", 181e12),
+    for name, peak in (("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA L40S", 362e12),
+                       ("NVIDIA L40", 181e12),
                        ("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H200", 989e12), ("NVIDIA L4", 121e12)):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
         assert train.peak_flops(cuda, "bfloat16") == peak and math.isnan(train.peak_flops(cuda, "float32"))
@@ -1690,7 +1691,7 @@ def generation(rounds: int = 5, prompt: int = 8, new: int = 248) -> None:
 
 
 class NanoGPT(torch.nn.Module):
-    """What nanoGPT trains with its README's CPU command: 4 layers and heads, d = 128, T = 64; the layers are torch's."""
+    """What nanoGPT's README trains on a CPU, of torch's own layers: 4 of them with 4 heads, d = 128, T = 64."""
 
     def __init__(self, vocab_size=65, T=64, d=128):
         super().__init__()
@@ -1746,10 +1747,11 @@ def nanogpt_run(seed):
 
 
 def trained(*flags):
-    """train.py's last row of log.csv for these flags, its printing left out."""
-    with tempfile.TemporaryDirectory() as out, contextlib.redirect_stdout(io.StringIO()):
+    """The last row of log.csv, and what is printed, of train.py with these flags."""
+    with tempfile.TemporaryDirectory() as out, contextlib.redirect_stdout(io.StringIO()) as text:
         assert train.main([*flags, f"--out_dir={out}", "--max_new_tokens=0"]) == 0
-        return list(csv.DictReader(open(f"{out}/log.csv", newline="")))[-1]
+        with open(f"{out}/log.csv", newline="") as file:
+            return list(csv.DictReader(file))[-1], text.getvalue()
 
 
 def shakespeare(seed=1337):
@@ -1765,7 +1767,7 @@ def shakespeare(seed=1337):
             if recipe == "adamw":
                 patch.setattr(train, "make_optimizers", adamw_recipe)
                 patch.setattr(train, "lr_factor", cosine)
-            last = trained(*preset, f"--variant={variant}", *(adamw.split() if recipe == "adamw" else ()))
+            last, _ = trained(*preset, f"--variant={variant}", *(adamw.split() if recipe == "adamw" else ()))
         what = "nanoGPT's AdamW recipe" if recipe == "adamw" else "this preset"
         size = "2000 × 12" if recipe == "adamw" else f"{row['max_iters']} × {row['batch_size']}"
         seconds = float(last["seconds"])
@@ -1776,16 +1778,19 @@ def shakespeare(seed=1337):
 def lessons(seeds=(1, 2, 3)):
     """The README's exercises, each with its line of exoformer.py changed, beside the unchanged model."""
     flags = ["--preset=shakespeare-cpu", "--variant=exoformer-dynamic"]
-    print("| lesson | " + " | ".join(f"seed {seed}" for seed in seeds) + " | mean |\n|" + "---|" * (len(seeds) + 2))
+    print("| lesson | " + " | ".join(f"seed {seed}" for seed in seeds) + " | mean | from the anchors, all layers' mean |\n"
+          + "|---" * (len(seeds) + 3) + "|")
     for title, old, new in [("unchanged", "", ""), *readme_lessons()]:
         with pytest.MonkeyPatch.context() as patch:
             if old:
                 module = changed_exoformer(old, new)
                 patch.setattr(train, "Config", module.Config)
                 patch.setattr(train, "ExoFormer", module.ExoFormer)
-            losses = [float(trained(*flags, f"--seed={seed}")["val_loss"]) for seed in seeds]
-        print(f"| {title} | " + " | ".join(f"{loss:.3f}" for loss in [*losses, sum(losses) / len(losses)]) + " |",
-              flush=True)
+            runs = [trained(*flags, f"--seed={seed}") for seed in seeds]
+        losses, text = [float(row["val_loss"]) for row, _ in runs], "".join(text for _, text in runs)
+        shares = {s: np.mean([int(x) for x in re.findall(rf"\b{s} (\d+)%", text)] or [0]) for s in "qkvg"}
+        print(f"| {title} | " + " | ".join(f"{loss:.3f}" for loss in [*losses, sum(losses) / len(losses)])
+              + " | " + ", ".join(f"{s} {share:.0f} %" for s, share in shares.items()) + " |", flush=True)
 
 
 def muon():
@@ -1794,4 +1799,4 @@ def muon():
 
 
 if __name__ == "__main__":
-    {"steps": steps, "muon": muon, "generation": generation, "shakespeare": shakespeare, "lessons": lessons}[sys.argv[1]]()
+    {f.__name__: f for f in (steps, muon, generation, shakespeare, lessons)}[sys.argv[1]]()

@@ -138,7 +138,7 @@ def prepare(name: str, folder: Path = HERE) -> dict:
 # ---------------------------------------------------------------------------------------------------------------------
 # Reading
 
-LLM_C_MAGIC = 20240520                      # llm.c's .bin files start with 256 int32: this, a version, a number of tokens
+LLM_C_MAGIC = 20240520                      # llm.c's .bin files start with 256 int32: this, a version, how many tokens
 
 
 class Split:
@@ -207,8 +207,8 @@ def load(name: str, block_size: int, vocab_size: int | None = None, folder: Path
         try:
             meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))
             has = meta["vocab_size"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{path / 'meta.json'}: {error!r}, expected JSON with a vocab_size: make it again") from None
+        except (ValueError, KeyError, TypeError):
+            raise UserError(f"{path / 'meta.json'}: expected JSON with a vocab_size, make it again") from None
         if (vocab_size or has) < has:
             raise UserError(f"--vocab_size={vocab_size}: {path / 'meta.json'} has {has}, give that or more")
     elif vocab_size is None:                # a meta.pkl is not looked at: unpickling a file can run anything
