@@ -1087,6 +1087,7 @@ def fork(action):
     if pid == 0:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         os.dup2(1, 2)
+        tqdm.set_lock(threading.RLock())        # its own: a child killed with the inherited one would lock its parent
         action()
         os._exit(0)
     return pid
