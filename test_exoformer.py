@@ -1779,7 +1779,7 @@ def shakespeare(seed=1337):
 def lessons(seeds=(1, 2, 3)):
     """The README's exercises, each with its line of exoformer.py changed, beside the unchanged model."""
     flags = ["--preset=shakespeare-cpu", "--variant=exoformer-dynamic"]
-    print("| lesson | " + " | ".join(f"seed {seed}" for seed in seeds) + " | mean | from the anchors, all layers' mean |\n"
+    print("| lesson | " + " | ".join(f"seed {seed}" for seed in seeds) + " | mean | the anchors' mean share |\n"
           + "|---" * (len(seeds) + 3) + "|")
     for title, old, new in [("unchanged", "", ""), *readme_lessons()]:
         with pytest.MonkeyPatch.context() as patch:

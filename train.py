@@ -341,7 +341,10 @@ def on_signals(handler) -> None:
 
 
 def train(given: dict) -> float | None:
-    """Train, or only evaluate, as the given flags say. Returns the last validation loss; None if nothing is to do."""
+    """Train, or only evaluate, as the given flags say. Returns the last validation loss; None if nothing is to do.
+
+    Raises UserError, and SystemExit(130 or 143) behind a signal, when the step is done and saved.
+    """
     device = pick_device(given.get("device", "auto"))
     out, init_from = Path(given.get("out_dir", Options.out_dir)), given.get("init_from", Options.init_from)
     if init_from not in ("scratch", "resume"):
