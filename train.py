@@ -6,7 +6,8 @@ Train an ExoFormer on one CUDA GPU or on the CPU.
     python train.py --init_from=resume                go on from out_dir's last.pt, exactly as if it had never stopped
     python train.py --sample="def main("              no training: continue a prompt with out_dir's best.pt
 
-Reads top to bottom: options -> optimizers -> device -> checkpoints -> training -> sampling.
+Reads top to bottom: options -> optimizers -> device -> files -> training -> sampling.
+The loop is `train`, one step of it `training_step`.
 """
 
 import argparse
@@ -16,7 +17,9 @@ import re
 import shlex
 import signal
 import sys
+import threading
 import time
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from difflib import get_close_matches
 from fnmatch import fnmatch
@@ -143,12 +146,13 @@ def orthogonalise(g: Tensor, steps: int = 5) -> Tensor:
     Each round maps σ to a σ + b σ³ + c σ⁵. That is steep at 0, so that five rounds bring all but the smallest near 1.
     """
     a, b, c = 3.4445, -4.7750, 2.0315
-    x = g.mT if g.size(1) > g.size(2) else g                            # the smaller Gram matrix
-    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)            # all σ <= 1
+    if g.size(1) > g.size(2):
+        return orthogonalise(g.mT, steps).mT                            # the smaller Gram matrix
+    x = g / g.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)            # all σ <= 1
     for _ in range(steps):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)   # a x + (b gram + c gram²) x
-    return x.mT if g.size(1) > g.size(2) else x
+    return x
 
 
 class Muon(torch.optim.Optimizer):
@@ -185,8 +189,8 @@ class Muon(torch.optim.Optimizer):
 
 def split_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """(for Muon, for AdamW). Raises ValueError unless exactly one of the two takes each parameter."""
-    muon = ("*.proj.?.weight", "*.out.weight", "*.gate.weight", "*.up.weight", "*.down.weight", "*.W?.weight")
-    adamw = ("embed.weight", "head.weight", "*norm*.weight", "*.lam.*", "*.bias")       # λ whatever its rank
+    muon = ("*.W.?.weight", "*.W_*.weight", "*.W1.weight", "*.W2.weight")               # of layers and anchors
+    adamw = ("embed.weight", "W_head.weight", "*norm*.weight", "*.lam.*", "*.bias")     # λ whatever its rank
     groups = [], []
     for name, p in model.named_parameters():
         takers = [group for group, rows in zip(groups, (muon, adamw)) if any(fnmatch(name, row) for row in rows)]
@@ -199,12 +203,32 @@ def split_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Para
 def make_optimizers(model: nn.Module, options: Options, device: torch.device) -> list[torch.optim.Optimizer]:
     matrices, others = split_parameters(model)
     dtype = torch.bfloat16 if native_bfloat16(device) else torch.float32
-    return [Muon(matrices, options.muon_lr, options.momentum, options.weight_decay, dtype),
-            torch.optim.AdamW(others, lr=options.adamw_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)]
+    optimizers = [Muon(matrices, options.muon_lr, options.momentum, options.weight_decay, dtype),
+                  torch.optim.AdamW(others, lr=options.adamw_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)]
+    for group in param_groups(optimizers):
+        group["peak_lr"] = group["lr"]              # one schedule multiplies the peak rates of all groups
+    return optimizers
+
+
+def param_groups(optimizers: list[torch.optim.Optimizer]) -> list[dict]:
+    return [group for optimizer in optimizers for group in optimizer.param_groups]
+
+
+def optimizer_state(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, dict[str, Tensor]]:
+    """What the optimizers remember of each parameter, by its name. Rates and other settings are not in it."""
+    names = {p: name for name, p in model.named_parameters()}
+    return {names[p]: dict(state) for optimizer in optimizers for p, state in optimizer.state.items()}
+
+
+def load_optimizer_state(model: nn.Module, optimizers: list[torch.optim.Optimizer], saved: dict) -> None:
+    names = {p: name for name, p in model.named_parameters()}
+    for optimizer in optimizers:
+        for p in (p for group in optimizer.param_groups for p in group["params"] if names[p] in saved):
+            optimizer.state[p] = {key: value.to(p.device) for key, value in saved.pop(names[p]).items()}
 
 
 def lr_factor(step: int, max_iters: int, warmup_iters: int, decay_share: float) -> float:
-    """What multiplies both peak rates in step 0, 1, ...: linear warm-up, 1, then linearly to 0.1 in the last step."""
+    """What multiplies all peak rates in step 0, 1, ...: linear warm-up, 1, then linearly to 0.1 in the last step."""
     warmup = (step + 1) / max(1, warmup_iters)
     decay = 0.1 + 0.9 * (max_iters - 1 - step) / max(1, round(decay_share * max_iters))
     return min(1.0, warmup, decay)
@@ -248,7 +272,9 @@ def pick_dtype(name: str, device: torch.device) -> str:
 
 def peak_flops(device: torch.device, dtype: str) -> float:
     """What model FLOPs are measured against; nan for a device that the table does not know, and for float32."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" and dtype == "bfloat16" else ""
+    if device.type != "cuda" or dtype != "bfloat16":
+        return math.nan
+    name = torch.cuda.get_device_name(device)
     return next((peak for part, peak in PEAK_FLOPS.items() if part in name), math.nan)
 
 
@@ -269,7 +295,8 @@ def compiled(model: nn.Module, x: Tensor, y: Tensor, autocast) -> nn.Module:
 # ---------------------------------------------------------------------------------------------------------------------
 # Files of a run: checkpoints and the log
 
-FORMAT = 1
+LOG_COLUMNS = "step,train_loss,val_loss,lr_factor,grad_norm,seconds,tokens_per_second"
+FORMAT = 2              # 1 had other parameter names
 
 
 def save(path: Path, checkpoint: dict) -> None:
@@ -286,7 +313,7 @@ def load_checkpoint(path: Path) -> tuple[dict, ExoFormer]:
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         if checkpoint["format"] != FORMAT:
-            raise ValueError(f"its format is {checkpoint['format']}, expected {FORMAT}")
+            raise ValueError(f"its format is {checkpoint['format']}, expected {FORMAT}, train again")
         model = ExoFormer(Config(**checkpoint["config"]))
         model.load_state_dict(checkpoint.pop("model"))                  # popped: nothing is kept twice
     except FileNotFoundError:
@@ -296,67 +323,60 @@ def load_checkpoint(path: Path) -> tuple[dict, ExoFormer]:
     return checkpoint, model
 
 
-def open_log(path: Path, first: int):
+def open_log(out: Path, first: int):
     """log.csv to write on: new, or for a resumed run with the rows up to step `first`, the checkpoint's."""
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)[1:] if first and path.exists() else []
-    kept = [line for line in lines if line.endswith("\n") and int(line.split(",")[0]) <= first]    # a kill tears one
-    header = "step,train_loss,val_loss,lr_factor,grad_norm,seconds,tokens_per_second\n"
-    with replacing(path) as file:
-        file.write("".join([header, *kept]).encode())
-    return path.open("a", encoding="utf-8", newline="")
+    path, kept = out / "log.csv", []
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for name in ("last.pt", "best.pt", "log.csv"):                          # of a run that was killed while saving
+            (out / f"{name}.tmp").unlink(missing_ok=True)
+        if first and path.exists():
+            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)[1:]
+            kept = [line for line in lines if line.endswith("\n") and int(line.split(",")[0]) <= first]    # one is torn
+        with replacing(path) as file:
+            file.write("".join([f"{LOG_COLUMNS}\n", *kept]).encode())
+        return path.open("a", encoding="utf-8", newline="")
+    except OSError as error:
+        raise UserError(f"--out_dir={out}: cannot write there ({error}), name another folder") from None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Training
+# Training: set up, then the loop; what it calls stands between the two
 
-def fetch(split: Split, options: Options, step: int, device: torch.device) -> tuple[Tensor, ...]:
-    """The step's inputs and targets, int64 [micro-batches × batch_size, block_size]; a copy to a GPU does not wait."""
-    ids = split.batch(options.batch_size * options.gradient_accumulation_steps, options.seed, step)
-    if device.type == "cuda":
-        return tuple(torch.from_numpy(i).pin_memory().to(device, non_blocking=True) for i in ids)
-    return tuple(torch.from_numpy(i) for i in ids)
+@dataclass
+class Run:
+    """What set_up makes, and how far the loop has come."""
+    given: dict                         # the flags that were given
+    options: Options
+    flags: dict                         # the model's
+    device: torch.device
+    autocast: torch.autocast
+    peak_flops: float                   # of the device, nan where unknown
+    data: dict                          # the data set's description
+    train_split: Split
+    val_split: Split
+    model: ExoFormer
+    optimizers: list[torch.optim.Optimizer]
+    step: int                           # steps done
+    seconds: float                      # of training so far
+    best_loss: float
+    logged: tuple[int, float]           # step and seconds at the last row of the log
 
-
-@torch.no_grad()
-def evaluate(model: ExoFormer, val: Split, options: Options, device: torch.device, autocast) -> float:
-    """Mean loss in nats per token over the fixed validation windows. Draws nothing, so training cannot notice it."""
-    losses = []
-    for x, y in val.fixed(options.eval_iters, options.batch_size):
-        with autocast:
-            loss = model(torch.from_numpy(x).to(device), torch.from_numpy(y).to(device))[1]
-        losses += [loss.item()] * len(x)                                        # the last batch may be smaller
-    return sum(losses) / len(losses)
-
-
-def require_finite(values: dict[str, float], step: int, optimizers: list[torch.optim.Optimizer]) -> None:
-    if not all(math.isfinite(value) for value in values.values()):              # nan > limit and nan < limit are False
-        values |= {name: o.param_groups[0]["lr"] for name, o in zip(("muon_lr", "adamw_lr"), optimizers)}
-        found = ", ".join(f"{name} {value:.3g}" for name, value in values.items())
-        raise UserError(f"step {step + 1}: {found}: expected finite numbers, lower the rates (no file is touched)")
+    @property
+    def out(self) -> Path:
+        return Path(self.options.out_dir)
 
 
-def on_signals(handler) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, handler)
-
-
-def train(given: dict) -> float | None:
-    """Train, or only evaluate, as the given flags say. Returns the last validation loss; None if nothing is to do.
-
-    Raises UserError, and SystemExit(130 or 143) behind a signal, when the step is done and saved.
-    """
+def set_up(given: dict) -> Run:
+    """The run that the given flags ask for, from scratch or from its checkpoint. Raises UserError."""
     device = pick_device(given.get("device", "auto"))
-    out, init_from = Path(given.get("out_dir", Options.out_dir)), given.get("init_from", Options.init_from)
+    init_from = given.get("init_from", Options.init_from)
     if init_from not in ("scratch", "resume"):
         raise UserError(f"--init_from={init_from}: expected scratch or resume")
-    checkpoint, model = load_checkpoint(out / "last.pt") if init_from == "resume" else (None, None)
+    checkpoint, model = None, None
+    if init_from == "resume":
+        checkpoint, model = load_checkpoint(Path(given.get("out_dir", Options.out_dir)) / "last.pt")
     options, flags = settle(given, checkpoint, device)
-    begin = checkpoint or dict(step=0, seconds=0.0, best_loss=math.inf)
-    first, seconds, best_loss = begin["step"], begin["seconds"], begin["best_loss"]
-    if first >= options.max_iters and not options.eval_only:
-        print(f"the run in {out} has done its {first} steps: to extend it, resume with --max_iters={2 * first}")
-        return None
-
     data, train_split, val_split = load_data(options.dataset, flags["block_size"], flags.get("vocab_size"))
     if checkpoint:
         require_same(data, checkpoint["data"])
@@ -367,91 +387,189 @@ def train(given: dict) -> float | None:
         except ValueError as error:
             raise UserError(error) from None
     model.to(device)
+    optimizers = make_optimizers(model, options, device)
+    if checkpoint:
+        load_optimizer_state(model, optimizers, checkpoint.pop("optimizer_state"))
+    begin = checkpoint or dict(step=0, seconds=0.0, best_loss=math.inf)
+    step, seconds = begin["step"], begin["seconds"]
     dtype = pick_dtype(options.dtype, device)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16")
     total, hidden = model.num_params()
     print(f"{options.variant}, {total:,} parameters ({hidden:,} without embedding and head), on {options.dataset}, "
-          f"{len(train_split.tokens):,} tokens, on {device} in {dtype}, from step {first}")
+          f"{len(train_split.tokens):,} tokens, on {device} in {dtype}, from step {step}")
+    return Run(given, options, flags, device, autocast, peak_flops(device, dtype), data, train_split, val_split, model,
+               optimizers, step, seconds, begin["best_loss"], (step, seconds))
+
+
+def fetch(split: Split, options: Options, step: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The step's inputs and targets, int64 [micro-batches × batch_size, block_size]; a copy to a GPU does not wait."""
+    x, y = split.batch(options.batch_size * options.gradient_accumulation_steps, options.seed, step)
+    x, y = torch.from_numpy(x), torch.from_numpy(y)
+    if device.type == "cuda":
+        x, y = (ids.pin_memory().to(device, non_blocking=True) for ids in (x, y))
+    return x, y
+
+
+def training_step(net: nn.Module, x: Tensor, y: Tensor, step: int, optimizers: list[torch.optim.Optimizer],
+                  options: Options, autocast) -> tuple[float, float]:
+    """One step of all optimizers on x and y [micro-batches × batch_size, T]: (mean loss, norm of the gradient).
+
+    Raises UserError where one of the two is not finite, before any weight changes.
+    """
+    factor = lr_factor(step, options.max_iters, options.warmup_iters, options.decay_share)
+    for group in param_groups(optimizers):
+        group["lr"] = group["peak_lr"] * factor
+    loss = 0.0                                                          # the mean over all micro-batches
+    for x_micro, y_micro in zip(x.split(options.batch_size), y.split(options.batch_size)):
+        with autocast:
+            micro_loss = net(x_micro, y_micro)[1] / options.gradient_accumulation_steps
+        micro_loss.backward()
+        loss += micro_loss.detach()
+    norm = nn.utils.clip_grad_norm_(net.parameters(), options.grad_clip or math.inf)
+    loss, norm = torch.stack((loss, norm)).tolist()                     # the one wait for a GPU
+    require_finite({"loss": loss, "gradient norm": norm}, step, options)
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return loss, norm
+
+
+def require_finite(values: dict[str, float], step: int, options: Options) -> None:
+    if not all(math.isfinite(value) for value in values.values()):      # nan > limit and nan < limit are both False
+        found = ", ".join(f"{name} {value:.3g}" for name, value in values.items())
+        raise UserError(f"step {step + 1}: {found} with muon_lr {options.muon_lr:.3g} and adamw_lr "
+                        f"{options.adamw_lr:.3g}: expected finite numbers, lower the rates (no file is touched)")
+
+
+@torch.no_grad()
+def evaluate(model: ExoFormer, val: Split, options: Options, device: torch.device, autocast) -> float:
+    """Mean loss in nats per token over the fixed validation windows. Draws nothing, so training cannot notice it."""
+    was_training = model.training
+    model.eval()
+    losses = []
+    for x, y in val.fixed(options.eval_iters, options.batch_size):
+        with autocast:
+            loss = model(torch.from_numpy(x).to(device), torch.from_numpy(y).to(device))[1]
+        losses += [loss.item()] * len(x)                                # the last batch may be smaller
+    model.train(was_training)
+    return sum(losses) / len(losses)
+
+
+def log_row(run: Run, file, loss: float, norm: float, val_loss: float | None) -> str:
+    """Write a row of log.csv; returns what the progress bar says. Speed is the mean since the row before."""
+    options, (step, seconds) = run.options, run.logged
+    step_time = (run.seconds - seconds) / (run.step - step)
+    tokens = options.batch_size * options.gradient_accumulation_steps * run.model.config.block_size
+    speed = tokens / step_time
+    mfu = speed * run.model.flops_per_token() / run.peak_flops
+    factor = lr_factor(run.step - 1, options.max_iters, options.warmup_iters, options.decay_share)
+    row = run.step, loss, "" if val_loss is None else val_loss, factor, norm, run.seconds, round(speed)
+    print(*row, sep=",", file=file, flush=True)
+    run.logged = run.step, run.seconds
+    return (f"loss {loss:.3f}, {1000 * step_time:,.0f} ms/step, {speed:,.0f} tokens/s, "
+            f"MFU {'n/a' if math.isnan(mfu) else f'{mfu:.0%}'}")
+
+
+def save_checkpoints(run: Run, val_loss: float | None) -> None:
+    """Put the run into last.pt, and into best.pt where no evaluation was lower; the first to be saved is the best."""
+    improved = run.best_loss == math.inf
+    if val_loss is not None:
+        improved = val_loss < run.best_loss
+        run.best_loss = min(val_loss, run.best_loss)
+    checkpoint = dict(
+        format=FORMAT, step=run.step, seconds=run.seconds, val_loss=val_loss, best_loss=run.best_loss, data=run.data,
+        config=asdict(run.model.config), options=asdict(run.options) | run.flags, model=run.model.state_dict(),
+        optimizer_state=optimizer_state(run.model, run.optimizers))
+    for name in ("best", "last") if improved else ("last",):
+        save(run.out / f"{name}.pt", checkpoint)
+
+
+@contextmanager
+def first_signal():
+    """A list that gets the first SIGINT or SIGTERM. The second one, and any after the block, act as they did before.
+
+    Signals reach the main thread alone: in another one the list stays empty.
+    """
+    caught, before = [], {}
+
+    def restore():
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    def catch(number, frame):
+        caught.append(number)
+        restore()
+
+    if threading.current_thread() is threading.main_thread():
+        before = {number: signal.signal(number, catch) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield caught
+    finally:
+        restore()
+
+
+def train(given: dict) -> float | None:
+    """Train, or only evaluate, as the given flags say. Returns the last validation loss; None if nothing is to do.
+
+    Raises UserError, and SystemExit(130 or 143) behind a signal, when the step is done and saved.
+    """
+    run = set_up(given)
+    options, model = run.options, run.model
     if options.eval_only:
-        val_loss = evaluate(model, val_split, options, device, autocast)
+        val_loss = evaluate(model, run.val_split, options, run.device, run.autocast)
         print(f"validation loss {val_loss:.4f} nats per token, perplexity {math.exp(val_loss):.3f}")
         return val_loss
+    if run.step >= options.max_iters:
+        print(f"the run in {run.out} has done its {run.step} steps: to extend it, resume with "
+              f"--max_iters={2 * run.step}")
+        return None
 
-    optimizers = make_optimizers(model, options, device)
-    for optimizer, state in zip(optimizers, checkpoint.pop("optimizers") if checkpoint else ()):
-        optimizer.load_state_dict(state)
-    optimizers[0].param_groups[0] |= dict(momentum=options.momentum, weight_decay=options.weight_decay)     # flags win
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        for temporary in out.glob("*.tmp"):                                     # of a run that was killed while saving
-            temporary.unlink()
-        log_file = open_log(out / "log.csv", first)
-    except OSError as error:
-        raise UserError(f"--out_dir={out}: cannot write there ({error}), name another folder") from None
-    batch, net = fetch(train_split, options, first, device), model
-    if options.compile or options.compile is None and device.type == "cuda":
-        net = compiled(model, *(ids[:options.batch_size] for ids in batch), autocast)
-
-    stop = []                               # gets the first signal; the second one ends the process by the default
-    on_signals(lambda number, frame: (stop.append(number), on_signals(signal.SIG_DFL)))
-    tokens, peak, logged = batch[0].numel(), peak_flops(device, dtype), (first, seconds)
-    with log_file, tqdm(range(first, options.max_iters), initial=first, total=options.max_iters) as bar:
+    x, y = fetch(run.train_split, options, run.step, run.device)
+    net = model                                                 # what trains; what is saved stays `model`
+    if options.compile or options.compile is None and run.device.type == "cuda":
+        net = compiled(model, x[:options.batch_size], y[:options.batch_size], run.autocast)
+    steps = tqdm(range(run.step, options.max_iters), initial=run.step, total=options.max_iters)
+    with first_signal() as stopped, open_log(run.out, run.step) as log, steps as bar:
         for step in bar:
             start = time.perf_counter()
-            factor = lr_factor(step, options.max_iters, options.warmup_iters, options.decay_share)
-            for optimizer, peak_lr in zip(optimizers, (options.muon_lr, options.adamw_lr)):
-                optimizer.param_groups[0]["lr"] = peak_lr * factor
-            loss = 0.0                                                          # the mean over all micro-batches
-            for x, y in zip(*(ids.split(options.batch_size) for ids in batch)):
-                with autocast:
-                    micro_loss = net(x, y)[1] / options.gradient_accumulation_steps
-                micro_loss.backward()
-                loss += micro_loss.detach()
-            norm = nn.utils.clip_grad_norm_(model.parameters(), options.grad_clip or math.inf)
-            batch = fetch(train_split, options, step + 1, device)               # while a GPU still computes
-            loss, norm = torch.stack((loss, norm)).tolist()                     # the one wait for the GPU in a step
-            require_finite({"loss": loss, "gradient norm": norm}, step, optimizers)
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
-            seconds += time.perf_counter() - start                              # evaluation and saving are not counted
+            loss, norm = training_step(net, x, y, step, run.optimizers, options, run.autocast)
+            x, y = fetch(run.train_split, options, step + 1, run.device)    # while a GPU is at its optimizers
+            run.seconds += time.perf_counter() - start                      # nothing below is counted
+            run.step = step + 1
 
-            done, val_loss, improved = step + 1, None, best_loss == math.inf    # the first to be saved is the best yet
-            if done % options.eval_interval == 0 or done == options.max_iters:
-                val_loss = evaluate(model, val_split, options, device, autocast)
-                require_finite({"validation loss": val_loss}, step, optimizers)  # before it replaces a good checkpoint
-                improved, best_loss = val_loss < best_loss, min(val_loss, best_loss)
-                bar.write(f"step {done}: validation loss {val_loss:.4f}")
-            if done % options.log_interval == 0 or val_loss is not None:
-                step_time = (seconds - logged[1]) / (done - logged[0])          # mean since the last row
-                speed, logged = tokens / step_time, (done, seconds)
-                mfu = speed * model.flops_per_token() / peak
-                bar.set_postfix_str(f"loss {loss:.3f}, {1000 * step_time:,.0f} ms/step, {speed:,.0f} tokens/s, "
-                                    f"MFU {'n/a' if math.isnan(mfu) else f'{mfu:.0%}'}")
-                row = done, loss, "" if val_loss is None else val_loss, factor, norm, seconds, round(speed)
-                print(*row, sep=",", file=log_file, flush=True)                 # a kill loses nothing before the save
-            if val_loss is not None or stop:
-                checkpoint = dict(
-                    format=FORMAT, step=done, seconds=seconds, val_loss=val_loss, best_loss=best_loss, data=data,
-                    config=asdict(model.config), options=asdict(options) | flags, model=model.state_dict(),
-                    optimizers=[optimizer.state_dict() for optimizer in optimizers])
-                for name in ("best", "last") if improved else ("last",):
-                    save(out / f"{name}.pt", checkpoint)
-            if stop and done < options.max_iters:
+            val_loss = None
+            last = run.step == options.max_iters
+            due = last or run.step % options.eval_interval == 0
+            if due:
+                val_loss = evaluate(model, run.val_split, options, run.device, run.autocast)
+                require_finite({"validation loss": val_loss}, step, options)    # or it would replace a good checkpoint
+            if due or run.step % options.log_interval == 0:
+                bar.set_postfix_str(log_row(run, log, loss, norm, val_loss), refresh=False)
+            if due or stopped:
+                save_checkpoints(run, val_loss)                 # behind the row: a kill between them loses no row
+            if due:
+                bar.write(f"step {run.step}: validation loss {val_loss:.4f}")
+            if stopped and not last:
                 again = [f"--{name}={value}" for name, value in (given | dict(init_from="resume")).items()]
-                print(f"stopped after step {done}; resume with: {shlex.join(['python', sys.argv[0], *again])}")
-                raise SystemExit(128 + stop[0])
-    on_signals(signal.SIG_DFL)
-
-    print(f"validation loss {val_loss:.4f} nats per token, perplexity {math.exp(val_loss):.3f}, best {best_loss:.4f}; "
-          f"{seconds:.0f} s of training")
-    idx = torch.from_numpy(next(val_split.fixed(8, 8))[0]).to(device)
-    for layer, shares in anchor_shares(model, idx).items():
-        print(f"from the anchors in layer {layer}: " + ", ".join(f"{s} {share:.0%}" for s, share in shares.items()))
-    if data["tokenizer"] == "bytes":
-        print("a sample:")
-        sample(replace(options, sample="\n"))
+                print(f"stopped after step {run.step}; resume with: {shlex.join(['python', sys.argv[0], *again])}")
+                raise SystemExit(128 + stopped[0])
+    finish(run, val_loss)
     return val_loss
+
+
+def finish(run: Run, val_loss: float) -> None:
+    """What a run ends with: its loss, how much of each mix comes from the anchors, a sample."""
+    print(f"validation loss {val_loss:.4f} nats per token, perplexity {math.exp(val_loss):.3f}, "
+          f"best {run.best_loss:.4f}; {run.seconds:.0f} s of training")
+    idx = torch.from_numpy(next(run.val_split.fixed(8, 8))[0]).to(run.device)
+    shares = anchor_shares(run.model, idx)
+    if shares:
+        print("the anchors' share of each mix, by norm:")
+    for layer, of in shares.items():
+        print(f"  layer {layer}: " + ", ".join(f"{s} {share:.0%}" for s, share in of.items()))
+    if run.data["tokenizer"] == "bytes":
+        print("a sample:")
+        sample(replace(run.options, sample="\n"))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -459,18 +577,30 @@ def train(given: dict) -> float | None:
 
 @torch.no_grad()
 def anchor_shares(model: ExoFormer, idx: Tensor) -> dict[int, dict[str, float]]:
-    """Per mixing layer and component mean |λ1 γ1| / (|λ1 γ1| + |λ2 γ2|), over the tokens of idx and all channels."""
-    layers, gammas = {n: block.attn.mix for n, block in enumerate(model.blocks, 1) if block.attn.mix}, []
-    hooks = [mix.register_forward_pre_hook(
-        lambda mix, inputs: gammas.append(mix.gamma(inputs[0]) if mix.dynamic else [1.0] * 2 * len(mix.lam)))
-        for mix in layers.values()]
-    model(idx)
-    [hook.remove() for hook in hooks]
+    """Per layer and component mean ‖λ1 γ1 ⊙ anchor‖ / (‖λ1 γ1 ⊙ anchor‖ + ‖λ2 γ2 ⊙ own‖), over tokens and heads.
+
+    1 where a mix is its anchor alone, 0 where it is the layer's own projection. Only layers that mix have a row.
+    """
     shares = {}
-    for (layer, mix), gamma in zip(layers.items(), gammas):
-        for i, (s, lam) in enumerate(mix.lam.items()):
-            from_anchor, from_own = (lam[j].abs() * gamma[2 * i + j] for j in (0, 1))           # [B, T, h, d_h]
-            shares.setdefault(layer, {})[s] = (from_anchor / (from_anchor + from_own)).mean().item()
+
+    def measure(layer: int):
+        def hook(mixing, inputs, _):
+            X, own, anchors = inputs
+            shares[layer] = {}
+            for s, (w1, w2) in mixing.weights(X, own["v"].dtype).items():
+                from_anchor = (w1 * anchors[s]).norm(dim=-1)                    # [B, T, h]
+                from_own = (w2 * own[s]).norm(dim=-1)
+                shares[layer][s] = (from_anchor / (from_anchor + from_own)).mean().item()
+        return hook
+
+    mixing = {n: block.attn.mixing for n, block in enumerate(model.blocks, 1) if block.attn.mixing is not None}
+    hooks = [module.register_forward_hook(measure(layer)) for layer, module in mixing.items()]
+    was_training = model.training
+    model.eval()
+    model(idx)
+    model.train(was_training)
+    for hook in hooks:
+        hook.remove()
     return shares
 
 
@@ -484,7 +614,7 @@ def sample(options: Options) -> None:
     generator = torch.Generator(device).manual_seed(options.seed)
     decode = codecs.getincrementaldecoder("utf-8")("replace").decode            # a character may span several tokens
     print(options.sample, end="")
-    for token in model.to(device).stream(idx, options.max_new_tokens, options.temperature, generator=generator):
+    for token in model.to(device).eval().stream(idx, options.max_new_tokens, options.temperature, generator=generator):
         print(decode(bytes([token.item()])), end="", flush=True)
     print()
 
@@ -503,6 +633,7 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    on_signals(signal.SIG_DFL)                                                  # no traceback where nothing is at stake
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)                                   # no traceback where nothing is at stake
     sys.stdout.reconfigure(encoding="utf-8", errors="replace")                  # not the code page of a redirection
     sys.exit(main(sys.argv[1:]))
