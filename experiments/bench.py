@@ -1,0 +1,382 @@
+"""
+Benchmarks of the core. Each prints a Markdown table and says what it measured on.
+
+    python experiments/bench.py steps          a training step with and without anchors
+    python experiments/bench.py muon           the same at the size of `python train.py`
+    python experiments/bench.py generation     tokens per second, with the cache and without
+    python experiments/bench.py rope           what the model's rotation saves over the textbook's
+    python experiments/bench.py shakespeare    nanoGPT's small run beside --preset=shakespeare-cpu
+    python experiments/bench.py lessons        the exercises of the README, in pairs of one seed
+
+--quick makes each so small that it only shows that it runs. Models that are compared take turns,
+so that a machine that slows down slows all of them; ratios are medians over the rounds. A step is
+train.training_step, the function that train.py itself calls.
+"""
+
+import argparse
+import csv
+import io
+import math
+import platform
+import re
+import sys
+import tempfile
+import time
+import types
+from contextlib import redirect_stdout
+from functools import partial
+from pathlib import Path
+from statistics import mean, median, stdev
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from tqdm import tqdm
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import exoformer  # noqa: E402
+import train  # noqa: E402
+from data import prepare  # noqa: E402
+from exoformer import Config, ExoFormer  # noqa: E402
+
+ROWS = ("gated", "exoformer", "exoformer-dynamic")
+SIZE = dict(n_layer=6, n_head=6, n_embd=384, block_size=256, batch_size=8)
+TINY = dict(n_layer=2, n_head=2, n_embd=32, block_size=16, batch_size=2)
+
+# 97.5 % quantiles of Student's t by degrees of freedom, for 95 % intervals of paired differences
+T_QUANTILE = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306,
+              9: 2.262, 10: 2.228, 11: 2.201, 12: 2.179, 13: 2.160, 14: 2.145, 15: 2.131}
+
+
+# --- Timing ---------------------------------------------------------------------------------------
+def caption(size: dict, device: torch.device, dtype: str) -> str:
+    """What was measured, and on what machine."""
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    else:
+        cpuinfo = Path("/proc/cpuinfo")
+        lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+        names = [line.split(": ")[1] for line in lines if line.startswith("model name")]
+        name = f"{(names or [platform.processor()])[0]}, {torch.get_num_threads()} threads"
+    sizes = "".join(f"{key} {value}, " for key, value in size.items())
+    return f"{sizes}{name}, {dtype}, torch {torch.__version__}\n"
+
+
+def clock(jobs: dict, rounds: int, device: torch.device) -> dict[str, list[float]]:
+    """Seconds of each job in each round. A round runs every job once; one more warms up."""
+    seconds = {name: [] for name in jobs}
+    for _ in range(1 + rounds):
+        for name, job in jobs.items():
+            start = time.perf_counter()
+            job()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            seconds[name].append(time.perf_counter() - start)
+    return {name: times[1:] for name, times in seconds.items()}
+
+
+def ratio(times: list[float], reference: list[float]) -> str:
+    """The median of the ratios within a round, and the quarter of them on either side of it."""
+    ratios = sorted(a / b for a, b in zip(times, reference))
+    low, high = ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]
+    return f"{median(ratios):.3f} ({low:.3f} to {high:.3f})"
+
+
+def models(device: torch.device, size: dict) -> dict[str, ExoFormer]:
+    """A model of each row. Matrices that start at zero are made random: zeros are no work."""
+    torch.manual_seed(0)
+    sizes = {name: value for name, value in size.items() if name != "batch_size"}
+    rows = {name: ExoFormer(Config.variant(name, **sizes)) for name in ROWS}
+    for model in rows.values():
+        for p in model.parameters():
+            if not p.any():
+                nn.init.normal_(p, std=0.02)
+        model.to(device)
+    return rows
+
+
+def batch(device: torch.device, size: dict) -> Tensor:
+    return torch.randint(256, (2, size["batch_size"], size["block_size"]), device=device)
+
+
+def autocast(device: torch.device, dtype: str) -> torch.autocast:
+    return torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16")
+
+
+def steps(args, size=SIZE) -> None:
+    """A training step as train.py takes it: forward, backward, clipping, both optimizers."""
+    size = TINY if args.quick else size
+    x, y = batch(args.device, size)
+    options = train.Options(muon_lr=1e-3, adamw_lr=1e-3, batch_size=size["batch_size"])
+    context = autocast(args.device, args.dtype)
+    jobs = {}
+    in_muon = {name: [] for name in ROWS}
+    for name, model in models(args.device, size).items():
+        optimizers = train.make_optimizers(model, options, args.device)
+
+        def muon_step(step=optimizers[0].step, seen=in_muon[name]):
+            start = time.perf_counter()
+            step()
+            seen.append(time.perf_counter() - start)
+        optimizers[0].step = muon_step
+        jobs[name] = partial(train.training_step, model, x, y, 100, optimizers, options, context)
+    seconds = clock(jobs, args.rounds or 15, args.device)
+    print(caption(size, args.device, args.dtype))
+    print("| variant | ms per step | of gated's, in the same round | Muon's share |\n|---|---|---|---|")
+    for name in ROWS:
+        share = median(in_muon[name]) / median(seconds[name])
+        print(f"| `{name}` | {1000 * median(seconds[name]):.0f} | "
+              f"{ratio(seconds[name], seconds['gated'])} | {share:.0%} |")
+
+
+def muon(args) -> None:
+    """Steps at the size of `python train.py` on a CPU."""
+    steps(args, {name: train.PRESETS["cpu"][name] for name in SIZE})
+
+
+@torch.no_grad()
+def recompute(model: ExoFormer, idx: Tensor, new: int) -> Tensor:
+    """Greedy generation without a cache: the whole context again for each token."""
+    for _ in range(new):
+        idx = torch.cat((idx, model(idx)[0][:, -1].argmax(-1, keepdim=True)), dim=1)
+    return idx
+
+
+def generation(args) -> None:
+    """Batch 1 in float32: eight tokens are continued until the context is full."""
+    size = TINY if args.quick else SIZE
+    new = size["block_size"] - 8
+    idx = torch.randint(256, (1, 8), device=args.device)
+    jobs = {}
+    for name, model in models(args.device, size).items():
+        jobs[name] = partial(model.generate, idx, new, temperature=0)
+        jobs[name, "slow"] = partial(recompute, model, idx, new)
+    seconds = clock(jobs, args.rounds or 5, args.device)
+    print(caption(size, args.device, "float32"))
+    print("| variant | tokens/s, cached | recomputing | cached is faster by "
+          "| time a token, of gated's |\n|---|---|---|---|---|")
+    for name in ROWS:
+        slow = seconds[name, "slow"]
+        print(f"| `{name}` | {new / median(seconds[name]):.0f} | {new / median(slow):.1f} | "
+              f"{ratio(slow, seconds[name])} | {ratio(seconds[name], seconds['gated'])} |")
+
+
+def rope(args) -> None:
+    """Forward and backward of exoformer-dynamic with the rotation written in three ways."""
+    def halves(s, cos, sin):                        # the textbook's: (a cos − b sin, b cos + a sin)
+        a, b = s.chunk(2, dim=-1)
+        cos, sin = cos.chunk(2, dim=-1)[1], sin.chunk(2, dim=-1)[1]
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(s)
+
+    def fused(s, cos, sin):
+        return torch.addcmul(s * cos, s.roll(s.size(-1) // 2, dims=-1), sin).type_as(s)
+
+    size = TINY if args.quick else SIZE
+    model = models(args.device, size)["exoformer-dynamic"]
+    x, y = batch(args.device, size)
+    context = autocast(args.device, args.dtype)
+
+    def job(form):
+        def run():
+            with patch.object(exoformer, "rope", form), context:
+                loss = model(x, y)[1]
+            loss.backward()
+            model.zero_grad()
+        return run
+    forms = {"as in the model, by roll": exoformer.rope, "by halves and cat": halves,
+             "by roll and addcmul": fused}
+    jobs = {name: job(form) for name, form in forms.items()}
+    seconds = clock(jobs, args.rounds or 15, args.device)
+    print(caption(size, args.device, args.dtype))
+    print("| rotation | ms forward and backward | of the model's |\n|---|---|---|")
+    first = next(iter(seconds.values()))
+    for name, times in seconds.items():
+        print(f"| {name} | {1000 * median(times):.0f} | {ratio(times, first)} |")
+
+
+# --- Training -------------------------------------------------------------------------------------
+def trained(*flags: str) -> tuple[dict, str]:
+    """The last row of log.csv, and what is printed, of train.py with these flags."""
+    with tempfile.TemporaryDirectory() as out, redirect_stdout(io.StringIO()) as text:
+        train.train(train.parse([*flags, f"--out_dir={out}", "--max_new_tokens=0"]))
+        with open(f"{out}/log.csv", newline="") as file:
+            return list(csv.DictReader(file))[-1], text.getvalue()
+
+
+class NanoGPT(nn.Module):
+    """What nanoGPT's README trains on a CPU, of torch's own layers: 4, of 4 heads and d = 128."""
+
+    def __init__(self, characters: Tensor, T: int = 64, d: int = 128):
+        super().__init__()
+        ids = torch.zeros(256, dtype=torch.int64)
+        ids[characters] = torch.arange(len(characters))
+        self.register_buffer("ids", ids)                # a byte's id among the characters
+        self.embed = nn.Embedding(len(characters), d)
+        self.position = nn.Embedding(T, d)
+        layer = nn.TransformerEncoderLayer(d, 4, 4 * d, dropout=0.0, activation="gelu",
+                                           batch_first=True, norm_first=True, bias=False)
+        norm = nn.LayerNorm(d, bias=False)
+        self.layers = nn.TransformerEncoder(layer, 4, norm, enable_nested_tensor=False)
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(T))
+        for p in self.parameters():
+            if p.ndim > 1:
+                nn.init.normal_(p, std=0.02)
+
+    def forward(self, idx: Tensor, targets: Tensor) -> tuple[None, Tensor]:
+        H = self.embed(self.ids[idx]) + self.position.weight            # [B, T, d]
+        H = self.layers(H, self.mask, is_causal=True)
+        logits = H @ self.embed.weight.T                                # tied
+        return None, F.cross_entropy(logits.flatten(0, 1), self.ids[targets].flatten())
+
+
+def adamw_recipe(model: nn.Module, *_) -> list[torch.optim.Optimizer]:
+    """nanoGPT's optimizer: matrices decay, gains do not, all at one rate."""
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    others = [p for p in model.parameters() if p.ndim != 2]
+    groups = [dict(params=matrices, weight_decay=0.1), dict(params=others, weight_decay=0.0)]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.99), fused=True)
+    for group in optimizer.param_groups:
+        group["peak_lr"] = group["lr"]
+    return [optimizer]
+
+
+def cosine(step: int, max_iters: int, warmup_iters: int, *_) -> float:
+    """nanoGPT's schedule: linear warm-up, then a cosine down to a tenth."""
+    progress = max(0, step - warmup_iters) / (max_iters - warmup_iters)
+    return min((step + 1) / (warmup_iters + 1), 0.55 + 0.45 * math.cos(math.pi * progress))
+
+
+def nanogpt(args, iterations: int, seed: int) -> tuple[float, float]:
+    """(seconds of training, loss on the whole validation split) of nanoGPT's model and recipe."""
+    _, train_split, val_split = prepare.load(args.dataset, 64)
+    options = train.Options(batch_size=12, max_iters=iterations, warmup_iters=iterations // 20,
+                            eval_iters=0, seed=seed)
+    torch.manual_seed(seed)
+    model = NanoGPT(torch.unique(torch.from_numpy(train_split.tokens.astype("int64"))))
+    model.to(args.device)
+    optimizers = adamw_recipe(model)
+    context = autocast(args.device, args.dtype)
+    seconds = 0.0
+    for step in tqdm(range(iterations), "nanoGPT"):
+        x, y = train.fetch(train_split, options, step, args.device)
+        start = time.perf_counter()
+        train.training_step(model, x, y, step, optimizers, options, context)
+        seconds += time.perf_counter() - start
+    return seconds, train.evaluate(model, val_split, options, args.device, context)
+
+
+def shakespeare(args, seed: int = 1337) -> None:
+    """What comes from the optimizer, and what from the model: losses of the whole validation split."""
+    preset = train.PRESETS["shakespeare-cpu"]
+    iterations = 20 if args.quick else 2000
+    short = 10 if args.quick else preset["max_iters"]
+    flags = [f"--dataset={args.dataset}", f"--seed={seed}", f"--device={args.device}",
+             f"--dtype={args.dtype}", "--preset=shakespeare-cpu"]
+    adamw = ["--batch_size=12", f"--max_iters={iterations}", f"--warmup_iters={iterations // 20}",
+             f"--eval_interval={iterations}", "--muon_lr=1e-3", "--adamw_lr=1e-3"]
+    recipe = patch.multiple(train, make_optimizers=adamw_recipe, lr_factor=cosine)
+
+    print(caption({}, args.device, args.dtype))
+    print("| run | steps × batch | training | time | loss on the whole validation split |"
+          "\n|---|---|---|---|---|")
+
+    def row(name: str, size: str, seconds: float, loss: float) -> None:
+        print(f"| {name} | {size} | {seconds:.1f} s | {seconds / reference:.2f} | {loss:.3f} |")
+
+    with patch.object(train, "lr_factor", cosine):
+        reference, loss = nanogpt(args, iterations, seed)
+    row("nanoGPT's model and AdamW recipe", f"{iterations} × 12", reference, loss)
+    for variant in ("exoformer", "gated", "base"):
+        last, _ = trained(*flags, f"--variant={variant}", f"--max_iters={short}")
+        row(f"`{variant}`, this preset", f"{short} × {preset['batch_size']}",
+            float(last["seconds"]), float(last["val_loss"]))
+    with recipe:
+        last, _ = trained(*flags, "--variant=base", *adamw)
+    row("`base`, nanoGPT's AdamW recipe", f"{iterations} × 12", float(last["seconds"]),
+        float(last["val_loss"]))
+
+
+def exercises() -> list[tuple[str, str, str]]:
+    """(title, line to change, changed line) of each exercise in the README."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    form = r"^\*\*\d\. (.*?)\.?\*\*.*?^```diff\n-(.*?)\n\+(.*?)\n```"
+    return re.findall(form, readme, re.M | re.S)
+
+
+def changed_exoformer(old: str, new: str) -> types.ModuleType:
+    """exoformer.py as a module, with one piece of its text changed."""
+    source = (ROOT / "exoformer.py").read_text(encoding="utf-8")
+    if source.count(old) != 1:
+        raise train.UserError(f"{old.strip()!r} stands {source.count(old)} times in exoformer.py: "
+                              "expected once, adapt the exercise in README.md")
+    module = types.ModuleType("exoformer")
+    exec(compile(source.replace(old, new), "exoformer.py", "exec"), module.__dict__)
+    return module
+
+
+def interval(differences: list[float]) -> str:
+    """Mean and 95 % interval of paired differences (Student's t)."""
+    n = len(differences)
+    half = T_QUANTILE[n - 1] * stdev(differences) / math.sqrt(n) if n > 1 else math.inf
+    return f"{mean(differences):+.4f} ± {half:.4f}"
+
+
+def lessons(args) -> None:
+    """The README's exercises beside the unchanged model: same seed, same batches, same start."""
+    seeds = range(1, 1 + (args.rounds or (1 if args.quick else 8)))
+    flags = ["--preset=shakespeare-cpu", "--variant=exoformer-dynamic", f"--dataset={args.dataset}",
+             f"--device={args.device}", f"--dtype={args.dtype}"]
+    flags += ["--max_iters=3", "--eval_iters=4"] if args.quick else []
+    print(caption(dict(seeds=f"1 to {len(seeds)}"), args.device, args.dtype))
+    print("| exercise | mean loss | difference to unchanged, 95 % interval | lower in "
+          "| mean shares of the anchors, by norm |\n|---|---|---|---|---|")
+    unchanged = None
+    for title, old, new in [("unchanged", "", ""), *exercises()]:
+        module = changed_exoformer(old, new) if old else exoformer
+        with patch.multiple(train, Config=module.Config, ExoFormer=module.ExoFormer):
+            runs = [trained(*flags, f"--seed={seed}") for seed in seeds]
+        losses = [float(row["val_loss"]) for row, _ in runs]
+        unchanged = unchanged or losses
+        text = "".join(text for _, text in runs)
+        found = {s: [int(x) for x in re.findall(rf"\b{s} (\d+)%", text)] for s in "qkvg"}
+        shares = ", ".join(f"{s} {mean(percent):.0f} %" for s, percent in found.items() if percent)
+        differences = [a - b for a, b in zip(losses, unchanged)]
+        paired, lower = "", ""
+        if old:
+            paired = interval(differences)
+            lower = f"{sum(d < 0 for d in differences)} of {len(seeds)}"
+        print(f"| {title} | {mean(losses):.4f} | {paired} | {lower} | {shares} |", flush=True)
+
+
+COMMANDS = {f.__name__: f for f in (steps, muon, generation, rope, shakespeare, lessons)}
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser("bench.py", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=COMMANDS)
+    parser.add_argument("--quick", action="store_true", help="tiny sizes: only shows that it runs")
+    parser.add_argument("--rounds", type=int, help="rounds of timing, or seeds of lessons")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda ...")
+    parser.add_argument("--dtype", default="auto",
+                        help="auto, float32 or bfloat16 (default: what train.py takes)")
+    parser.add_argument("--dataset", default="shakespeare", help="of shakespeare and lessons")
+    args = parser.parse_args(argv)
+    if args.quick:
+        args.rounds = args.rounds or 1
+    try:
+        args.device = train.pick_device(args.device)
+        args.dtype = train.pick_dtype(args.dtype, args.device)
+        COMMANDS[args.what](args)
+        return 0
+    except (train.UserError, OSError) as error:
+        print(f"bench.py: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.stdout.reconfigure(encoding="utf-8")
+    sys.exit(main(sys.argv[1:]))
