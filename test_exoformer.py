@@ -26,6 +26,7 @@ import threading
 import time
 import types
 import warnings
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from operator import itemgetter
 from pathlib import Path
@@ -525,6 +526,21 @@ def test_cached_logits_equal_uncached(config, batch):
             assert (logits - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
+@every_variant
+@pytest.mark.parametrize("before", [[], [1], [4], [1, 3]], ids=["empty", "one token", "a chunk", "two chunks"])
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_a_chunk_sees_what_an_uncached_forward_sees(config, before, length):
+    """A chunk of one, two or three tokens on a cache that is empty, has one token or more: the mask is right."""
+    model, idx = make(config), tokens(config, 2)
+    past = sum(before)
+    cache = model.new_cache()
+    with torch.no_grad():
+        for chunk in idx[:, :past].split(before, dim=1) if before else ():
+            model(chunk, cache=cache)
+        logits = model(idx[:, past:past + length], cache=cache)[0]
+        torch.testing.assert_close(logits, model(idx[:, :past + length])[0][:, past:])
+
+
 def test_forward_refuses_what_it_cannot_do():
     """A sequence longer than block_size, cached tokens included, and targets of another shape are errors."""
     model, idx = make(CASES["exoformer"]), tokens(CASES["exoformer"], length=13)
@@ -697,13 +713,9 @@ def test_overfits_one_batch():
     model, idx = ExoFormer(config), tokens(config, 4)
     options = train.Options(muon_lr=0.02, adamw_lr=0.01, weight_decay=0.0)
     optimizers = train.make_optimizers(model, options, torch.device("cpu"))
-    for step in range(60):
-        loss = model(idx[:, :-1], idx[:, 1:])[1]
-        model.zero_grad()
-        loss.backward()
-        for optimizer in optimizers:
-            optimizer.step()
-    assert loss.item() < 0.1        # from ln 11 = 2.4
+    for _ in range(60):             # at the peak rates: step 100 of 750
+        loss, _ = train.training_step(model, idx[:, :-1], idx[:, 1:], 100, optimizers, options, nullcontext())
+    assert loss < 0.1               # from ln 11 = 2.4
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -967,6 +979,82 @@ def test_one_schedule_drives_both_optimizers(lab, monkeypatch):
     assert factors[0] == 0.25 and factors[-1] == pytest.approx(0.1)
     np.testing.assert_allclose(rates[train.Muon], 0.02 * factors)
     np.testing.assert_allclose(rates[torch.optim.AdamW], 0.004 * factors)
+
+
+def test_a_third_group_has_its_own_rate(lab, monkeypatch):
+    """A learner's group of λ with a rate of its own follows the schedule from its own peak, also behind a resume."""
+    def three_groups(model, options, device, original=train.make_optimizers):
+        optimizers = original(model, options, device)
+        lam = [p for name, p in model.named_parameters() if ".lam." in name]
+        others = optimizers[1].param_groups[0]
+        others["params"] = [p for p in others["params"] if all(p is not other for other in lam)]
+        optimizers[1].add_param_group(dict(params=lam, lr=0.05, peak_lr=0.05))
+        return optimizers
+    monkeypatch.setattr(train, "make_optimizers", three_groups)
+    rates = []
+
+    def step(self, *args, original=torch.optim.AdamW.step):
+        rates.append([group["lr"] for group in self.param_groups])
+        return original(self, *args)
+    monkeypatch.setattr(torch.optim.AdamW, "step", step)
+    rows = lab("--max_iters=20", "--adamw_lr=0.004", out="whole")
+    factors = np.array([float(row["lr_factor"]) for row in rows])
+    np.testing.assert_allclose(rates, np.outer(factors, [0.004, 0.05]))
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        at_step(patch, 13, lambda: 1 / 0)
+        lab("--max_iters=20", "--adamw_lr=0.004")
+    lab("--init_from=resume", "--max_iters=20")
+    assert_same_run("whole", "out")
+
+
+def test_head_and_embedding_can_be_tied(lab, monkeypatch):
+    """One line ties them: the table counts once, its products are still done, it has one optimizer, and it trains,
+    resumes and samples.
+    """
+    class Tied(ExoFormer):
+        def __init__(self, config):
+            super().__init__(config)
+            self.W_head.weight = self.embed.weight
+    config = CASES["exoformer"]
+    free, tied = ExoFormer(config), Tied(config)
+    outer = config.vocab_size * config.n_embd
+    assert tied.num_params() == (free.num_params()[0] - outer, free.num_params()[1])
+    assert tied.flops_per_token() == free.flops_per_token()
+    muon, adamw = train.split_parameters(tied)
+    assert sum(p is tied.embed.weight for p in adamw) == 1 and not any(p is tied.embed.weight for p in muon)
+    monkeypatch.setattr(train, "ExoFormer", Tied)
+    rows = lab("--max_iters=20")
+    assert float(rows[-1]["val_loss"]) < 4.5
+    lab("--init_from=resume", "--max_iters=21")
+    model = saved()["model"]
+    assert torch.equal(model["W_head.weight"], model["embed.weight"])
+    assert train.main("--sample=x --device=cpu --max_new_tokens=3".split()) == 0
+
+
+def test_dropout_acts_in_training_alone(lab, monkeypatch, capsys):
+    """A learner who adds dropout has it in every step, and neither in evaluations nor in samples."""
+    class Dropping(ExoFormer):
+        def __init__(self, config):
+            super().__init__(config)
+            for block in self.blocks:
+                block.mlp = torch.nn.Sequential(block.mlp, torch.nn.Dropout(0.5))
+    modes = []
+
+    def training_step(net, *args, original=train.training_step):
+        modes.append(net.training)
+        return original(net, *args)
+    monkeypatch.setattr(train, "ExoFormer", Dropping)
+    monkeypatch.setattr(train, "training_step", training_step)
+    often, once = ([row["train_loss"] for row in lab("--max_iters=12", f"--eval_interval={k}")] for k in (1, 1000))
+    assert often == once and all(modes)
+    capsys.readouterr()
+    assert train.main(["--init_from=resume", "--eval_only", "--device=cpu"]) == 0
+    assert f"validation loss {saved()['val_loss']:.4f}" in capsys.readouterr().out
+    samples = []
+    for _ in range(2):
+        train.main("--sample=fox --device=cpu --temperature=0 --max_new_tokens=50".split())
+        samples.append(capsys.readouterr().out)
+    assert samples[0] == samples[1] and len(samples[0]) > 50
 
 
 def test_evaluation_does_not_touch_training(lab):
@@ -1656,7 +1744,7 @@ def test_readme_names_exist():
 def readme_lessons():
     """(title, line to change, changed line) of each exercise in the README."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    return re.findall(r"^\*\*\d\. (.*?)\*\*.*?^```diff\n-(.*?)\n\+(.*?)\n```", readme, re.M | re.S)
+    return re.findall(r"^# \d\. (.*?)\. .*\n-(.*)\n\+(.*)$", readme, re.M)
 
 
 @pytest.mark.source
@@ -1683,6 +1771,27 @@ def test_readme_presets():
         p = dict(dataset=train.Options.dataset) | row
         sizes = f"{p['n_layer']}, {p['n_head']}, {p['n_embd']}, {p['block_size']}"
         assert f"| `{name}` | {sizes} | {p['batch_size']} × {p['max_iters']} | `{p['dataset']}` |" in readme
+
+
+def test_benchmarks_run(lab, capsys):
+    """Every benchmark of experiments/bench.py fills its table; a missing data set is one line; --help says which."""
+    bench = runpy.run_path(str(ROOT / "experiments" / "bench.py"))
+    flags = ["--quick", "--device=cpu", "--dtype=float32", "--dataset=d"]
+    for what, rows in (("steps", 3), ("muon", 3), ("generation", 3), ("rope", 3), ("shakespeare", 5), ("lessons", 6)):
+        assert bench["main"]([what, *flags]) == 0
+        out = capsys.readouterr().out
+        assert len(re.findall(r"^\| .*\d.* \|$", out, re.M)) == rows and "nan" not in out, out
+    assert bench["main"](["lessons", "--quick", "--device=cpu", "--dataset=nothing"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    shown = subprocess.run([sys.executable, ROOT / "experiments" / "bench.py", "--help"], capture_output=True, text=True)
+    assert shown.returncode == 0 and all(what in shown.stdout for what in bench["COMMANDS"])
+
+
+def test_bench_interval():
+    """The interval of paired differences is Student's: one of -0.002, 0, 0.002 and so on against a known table."""
+    bench = runpy.run_path(str(ROOT / "experiments" / "bench.py"))
+    assert bench["interval"]([-0.002, 0.0, 0.002]) == "+0.0000 ± 0.0050"        # 4.303 · 0.002 / √3 = 0.00497
+    assert bench["interval"]([0.01] * 8) == "+0.0100 ± 0.0000"
 
 
 def test_ci_runs_the_readme():

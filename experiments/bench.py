@@ -125,7 +125,7 @@ def steps(args, size=SIZE) -> None:
         jobs[name] = partial(train.training_step, model, x, y, 100, optimizers, options, context)
     seconds = clock(jobs, args.rounds or 15, args.device)
     print(caption(size, args.device, args.dtype))
-    print("| variant | ms per step | of gated's, in the same round | Muon's share |\n|---|---|---|---|")
+    print("| variant | ms per step | of gated's, same round | Muon's share |\n|---|---|---|---|")
     for name in ROWS:
         share = median(in_muon[name]) / median(seconds[name])
         print(f"| `{name}` | {1000 * median(seconds[name]):.0f} | "
@@ -166,7 +166,7 @@ def generation(args) -> None:
 
 def rope(args) -> None:
     """Forward and backward of exoformer-dynamic with the rotation written in three ways."""
-    def halves(s, cos, sin):                        # the textbook's: (a cos − b sin, b cos + a sin)
+    def halves(s, cos, sin):                # the textbook's: (a cos − b sin, b cos + a sin)
         a, b = s.chunk(2, dim=-1)
         cos, sin = cos.chunk(2, dim=-1)[1], sin.chunk(2, dim=-1)[1]
         return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(s)
@@ -269,7 +269,7 @@ def nanogpt(args, iterations: int, seed: int) -> tuple[float, float]:
 
 
 def shakespeare(args, seed: int = 1337) -> None:
-    """What comes from the optimizer, and what from the model: losses of the whole validation split."""
+    """What comes from the optimizer, and what from the model. All of the validation split."""
     preset = train.PRESETS["shakespeare-cpu"]
     iterations = 20 if args.quick else 2000
     short = 10 if args.quick else preset["max_iters"]
@@ -302,8 +302,7 @@ def shakespeare(args, seed: int = 1337) -> None:
 def exercises() -> list[tuple[str, str, str]]:
     """(title, line to change, changed line) of each exercise in the README."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    form = r"^\*\*\d\. (.*?)\.?\*\*.*?^```diff\n-(.*?)\n\+(.*?)\n```"
-    return re.findall(form, readme, re.M | re.S)
+    return re.findall(r"^# \d\. (.*?)\. .*\n-(.*)\n\+(.*)$", readme, re.M)
 
 
 def changed_exoformer(old: str, new: str) -> types.ModuleType:
