@@ -164,37 +164,49 @@ def generation(args) -> None:
               f"{ratio(slow, seconds[name])} | {ratio(seconds[name], seconds['gated'])} |")
 
 
+def halves(s: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The textbook's rotation: (a cos − b sin, b cos + a sin)."""
+    a, b = s.chunk(2, dim=-1)
+    cos = cos.chunk(2, dim=-1)[1]
+    sin = sin.chunk(2, dim=-1)[1]
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(s)
+
+
 def rope(args) -> None:
-    """Forward and backward of exoformer-dynamic with the rotation written in three ways."""
-    def halves(s, cos, sin):                # the textbook's: (a cos − b sin, b cos + a sin)
-        a, b = s.chunk(2, dim=-1)
-        cos, sin = cos.chunk(2, dim=-1)[1], sin.chunk(2, dim=-1)[1]
-        return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(s)
+    """Forward and backward with the model's rotation and the textbook's: of the model, and alone.
 
-    def fused(s, cos, sin):
-        return torch.addcmul(s * cos, s.roll(s.size(-1) // 2, dims=-1), sin).type_as(s)
-
+    The rotation alone is timed in bfloat16 too, which needs no bfloat16 matrix products.
+    """
     size = TINY if args.quick else SIZE
+    rounds = args.rounds or 15
     model = models(args.device, size)["exoformer-dynamic"]
     x, y = batch(args.device, size)
-    context = autocast(args.device, args.dtype)
+    cos, sin = model.cos_sin
+    shape = (*x.shape, size["n_head"], model.config.d_h)
 
-    def job(form):
-        def run():
-            with patch.object(exoformer, "rope", form), context:
-                loss = model(x, y)[1]
-            loss.backward()
-            model.zero_grad()
-        return run
-    forms = {"as in the model, by roll": exoformer.rope, "by halves and cat": halves,
-             "by roll and addcmul": fused}
-    jobs = {name: job(form) for name, form in forms.items()}
-    seconds = clock(jobs, args.rounds or 15, args.device)
+    def whole(form):
+        with patch.object(exoformer, "rope", form), autocast(args.device, args.dtype):
+            loss = model(x, y)[1]
+        loss.backward()
+        model.zero_grad()
+
+    def alone(form, s):
+        form(s, cos, sin).sum().backward()
+
+    forms = {"roll": exoformer.rope, "halves": halves}
+    tables = {f"model, {args.dtype}": {name: partial(whole, f) for name, f in forms.items()}}
+    for dtype in (torch.float32, torch.bfloat16):
+        s = torch.randn(shape, dtype=dtype, device=args.device, requires_grad=True)
+        tables[f"rotation of q alone, {str(dtype)[6:]}"] = {
+            name: partial(alone, f, s) for name, f in forms.items()}
     print(caption(size, args.device, args.dtype))
-    print("| rotation | ms forward and backward | of the model's |\n|---|---|---|")
-    first = next(iter(seconds.values()))
-    for name, times in seconds.items():
-        print(f"| {name} | {1000 * median(times):.0f} | {ratio(times, first)} |")
+    print("| forward and backward | by roll, as in the model | by halves | of the model's |"
+          "\n|---|---|---|---|")
+    for name, jobs in tables.items():
+        times = clock(jobs, rounds, args.device)
+        by_roll, by_halves = times["roll"], times["halves"]
+        print(f"| {name} | {1000 * median(by_roll):.1f} ms | {1000 * median(by_halves):.1f} ms | "
+              f"{ratio(by_halves, by_roll)} |")
 
 
 # --- Training -------------------------------------------------------------------------------------
