@@ -146,9 +146,8 @@ class Mixing(nn.Module):
         super().__init__()
         d, h, d_h = config.n_embd, config.n_head, config.d_h
         shape = {"scalar": (1, 1), "headwise": (h, 1), "elementwise": (h, d_h)}[config.granularity]
-        self.lam = nn.ParameterDict()
-        for s in config.mix:                    # one by one: from a dict it would sort the letters
-            self.lam[s] = nn.Parameter(torch.empty(2, *shape))      # λ1, λ2
+        pairs = [(s, torch.empty(2, *shape)) for s in config.mix]   # λ1 and λ2 of each component
+        self.lam = nn.ParameterDict(pairs)      # pairs, because it would sort the keys of a dict
         self.dynamic = config.dynamic
         if config.dynamic:
             self.W1 = nn.Linear(d, 16, bias=False)
@@ -201,11 +200,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     q, k, v = (s.transpose(1, 2) for s in (q, k, v))            # [B, h, T or P + T, d_h]
     T = q.size(2)
     P = k.size(2) - T
-    if P == 0:
-        U = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    else:   # query i sees the keys 0 .. P + i, but is_causal would end at key i
+    mask = None                                                 # a single query sees every key
+    if P > 0 and T > 1:     # query i sees the keys 0 .. P + i, but is_causal would end at key i
         mask = torch.ones(T, P + T, dtype=torch.bool, device=q.device).tril(P)
-        U = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    U = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=P == 0)
     return U.transpose(1, 2)                                    # [B, T, h, d_h]
 
 
