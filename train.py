@@ -391,14 +391,14 @@ def set_up(given: dict) -> Run:
     if checkpoint:
         load_optimizer_state(model, optimizers, checkpoint.pop("optimizer_state"))
     begin = checkpoint or dict(step=0, seconds=0.0, best_loss=math.inf)
-    step, seconds = begin["step"], begin["seconds"]
+    step, seconds, best_loss = begin["step"], begin["seconds"], begin["best_loss"]
     dtype = pick_dtype(options.dtype, device)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16")
     total, hidden = model.num_params()
     print(f"{options.variant}, {total:,} parameters ({hidden:,} without embedding and head), on {options.dataset}, "
           f"{len(train_split.tokens):,} tokens, on {device} in {dtype}, from step {step}")
     return Run(given, options, flags, device, autocast, peak_flops(device, dtype), data, train_split, val_split, model,
-               optimizers, step, seconds, begin["best_loss"], (step, seconds))
+               optimizers, step, seconds, best_loss, logged=(step, seconds))
 
 
 def fetch(split: Split, options: Options, step: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -562,7 +562,7 @@ def finish(run: Run, val_loss: float) -> None:
     print(f"validation loss {val_loss:.4f} nats per token, perplexity {math.exp(val_loss):.3f}, "
           f"best {run.best_loss:.4f}; {run.seconds:.0f} s of training")
     idx = torch.from_numpy(next(run.val_split.fixed(8, 8))[0]).to(run.device)
-    shares = anchor_shares(run.model, idx)
+    shares = anchor_shares(run.model.eval(), idx)
     if shares:
         print("the anchors' share of each mix, by norm:")
     for layer, of in shares.items():
@@ -581,24 +581,18 @@ def anchor_shares(model: ExoFormer, idx: Tensor) -> dict[int, dict[str, float]]:
 
     1 where a mix is its anchor alone, 0 where it is the layer's own projection. Only layers that mix have a row.
     """
-    shares = {}
+    layers = {block.attn.mixing: n for n, block in enumerate(model.blocks, 1) if block.attn.mixing is not None}
+    shares = {n: {} for n in layers.values()}
 
-    def measure(layer: int):
-        def hook(mixing, inputs, _):
-            X, own, anchors = inputs
-            shares[layer] = {}
-            for s, (w1, w2) in mixing.weights(X, own["v"].dtype).items():
-                from_anchor = (w1 * anchors[s]).norm(dim=-1)                    # [B, T, h]
-                from_own = (w2 * own[s]).norm(dim=-1)
-                shares[layer][s] = (from_anchor / (from_anchor + from_own)).mean().item()
-        return hook
+    def measure(mixing, inputs, _):
+        X, own, anchors = inputs
+        for s, (w1, w2) in mixing.weights(X, own["v"].dtype).items():
+            from_anchor = (w1 * anchors[s]).norm(dim=-1)                        # [B, T, h]
+            from_own = (w2 * own[s]).norm(dim=-1)
+            shares[layers[mixing]][s] = (from_anchor / (from_anchor + from_own)).mean().item()
 
-    mixing = {n: block.attn.mixing for n, block in enumerate(model.blocks, 1) if block.attn.mixing is not None}
-    hooks = [module.register_forward_hook(measure(layer)) for layer, module in mixing.items()]
-    was_training = model.training
-    model.eval()
+    hooks = [mixing.register_forward_hook(measure) for mixing in layers]
     model(idx)
-    model.train(was_training)
     for hook in hooks:
         hook.remove()
     return shares
