@@ -155,7 +155,7 @@ def generation(args) -> None:
         jobs[name] = partial(model.generate, idx, new, temperature=0)
         jobs[name, "slow"] = partial(recompute, model, idx, new)
     seconds = clock(jobs, args.rounds or 5, args.device)
-    print(caption(size, args.device, "float32"))
+    print(caption(size | dict(batch_size=1), args.device, "float32"))
     print("| variant | tokens/s, cached | recomputing | cached is faster by "
           "| time a token, of gated's |\n|---|---|---|---|---|")
     for name in ROWS:
@@ -191,6 +191,7 @@ def rope(args) -> None:
         model.zero_grad()
 
     def alone(form, s):
+        s.grad = None
         form(s, cos, sin).sum().backward()
 
     forms = {"roll": exoformer.rope, "halves": halves}
@@ -265,7 +266,7 @@ def nanogpt(args, iterations: int, seed: int) -> tuple[float, float]:
     """(seconds of training, loss on the whole validation split) of nanoGPT's model and recipe."""
     _, train_split, val_split = prepare.load(args.dataset, 64)
     options = train.Options(batch_size=12, max_iters=iterations, warmup_iters=iterations // 20,
-                            eval_iters=0, seed=seed)
+                            eval_iters=4 if args.quick else 0, seed=seed)
     torch.manual_seed(seed)
     model = NanoGPT(torch.unique(torch.from_numpy(train_split.tokens.astype("int64"))))
     model.to(args.device)
@@ -273,8 +274,8 @@ def nanogpt(args, iterations: int, seed: int) -> tuple[float, float]:
     context = autocast(args.device, args.dtype)
     seconds = 0.0
     for step in tqdm(range(iterations), "nanoGPT"):
+        start = time.perf_counter()                     # as train.py: with fetching the batch
         x, y = train.fetch(train_split, options, step, args.device)
-        start = time.perf_counter()
         train.training_step(model, x, y, step, optimizers, options, context)
         seconds += time.perf_counter() - start
     return seconds, train.evaluate(model, val_split, options, args.device, context)
@@ -287,6 +288,7 @@ def shakespeare(args, seed: int = 1337) -> None:
     short = 10 if args.quick else preset["max_iters"]
     flags = [f"--dataset={args.dataset}", f"--seed={seed}", f"--device={args.device}",
              f"--dtype={args.dtype}", "--preset=shakespeare-cpu"]
+    flags += ["--eval_iters=4"] if args.quick else []
     adamw = ["--batch_size=12", f"--max_iters={iterations}", f"--warmup_iters={iterations // 20}",
              f"--eval_interval={iterations}", "--muon_lr=1e-3", "--adamw_lr=1e-3"]
     recipe = patch.multiple(train, make_optimizers=adamw_recipe, lr_factor=cosine)
@@ -296,7 +298,8 @@ def shakespeare(args, seed: int = 1337) -> None:
           "\n|---|---|---|---|---|")
 
     def row(name: str, size: str, seconds: float, loss: float) -> None:
-        print(f"| {name} | {size} | {seconds:.1f} s | {seconds / reference:.2f} | {loss:.3f} |")
+        print(f"| {name} | {size} | {seconds:.1f} s | {seconds / reference:.2f} | {loss:.3f} |",
+              flush=True)
 
     with patch.object(train, "lr_factor", cosine):
         reference, loss = nanogpt(args, iterations, seed)
@@ -314,7 +317,10 @@ def shakespeare(args, seed: int = 1337) -> None:
 def exercises() -> list[tuple[str, str, str]]:
     """(title, line to change, changed line) of each exercise in the README."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    return re.findall(r"^# \d\. (.*?)\. .*\n-(.*)\n\+(.*)$", readme, re.M)
+    found = re.findall(r"^# \d\. (.*?)\. .*\n-(.*)\n\+(.*)$", readme, re.M)
+    if not found:
+        raise train.UserError("README.md has no exercises: expected '# 1. Title. Text', then - and +")
+    return found
 
 
 def changed_exoformer(old: str, new: str) -> types.ModuleType:
@@ -376,6 +382,8 @@ def main(argv: list[str]) -> int:
                         help="auto, float32 or bfloat16 (default: what train.py takes)")
     parser.add_argument("--dataset", default="shakespeare", help="of shakespeare and lessons")
     args = parser.parse_args(argv)
+    if args.rounds is not None and not 1 <= args.rounds <= 1 + max(T_QUANTILE):
+        parser.error(f"--rounds={args.rounds}: expected 1 to {1 + max(T_QUANTILE)}")
     if args.quick:
         args.rounds = args.rounds or 1
     try:
