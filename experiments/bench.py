@@ -319,7 +319,7 @@ def exercises() -> list[tuple[str, str, str]]:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     found = re.findall(r"^# \d\. (.*?)\. .*\n-(.*)\n\+(.*)$", readme, re.M)
     if not found:
-        raise train.UserError("README.md has no exercises: expected '# 1. Title. Text', then - and +")
+        raise train.UserError("README.md: no exercises found, expected '# 1. Title. Text', -, +")
     return found
 
 
