@@ -200,10 +200,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     q, k, v = (s.transpose(1, 2) for s in (q, k, v))            # [B, h, T or P + T, d_h]
     T = q.size(2)
     P = k.size(2) - T
-    mask = None                                                 # a single query sees every key
-    if P > 0 and T > 1:     # query i sees the keys 0 .. P + i, but is_causal would end at key i
+    if P == 0:
+        U = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    elif T == 1:            # a single query sees every key
+        U = F.scaled_dot_product_attention(q, k, v)
+    else:                   # query i sees the keys 0 .. P + i, but is_causal would end at key i
         mask = torch.ones(T, P + T, dtype=torch.bool, device=q.device).tril(P)
-    U = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=P == 0)
+        U = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
     return U.transpose(1, 2)                                    # [B, T, h, d_h]
 
 
