@@ -284,8 +284,8 @@ def nanogpt(args, iterations: int, seed: int) -> tuple[float, float]:
 def shakespeare(args, seed: int = 1337) -> None:
     """What comes from the optimizer, and what from the model. All of the validation split."""
     preset = train.PRESETS["shakespeare-cpu"]
-    iterations = 20 if args.quick else 2000
-    short = 10 if args.quick else preset["max_iters"]
+    iterations = 5 if args.quick else 2000
+    short = 5 if args.quick else preset["max_iters"]
     flags = [f"--dataset={args.dataset}", f"--seed={seed}", f"--device={args.device}",
              f"--dtype={args.dtype}", "--preset=shakespeare-cpu"]
     flags += ["--eval_iters=4"] if args.quick else []
