@@ -9,11 +9,13 @@ The paper stands first and ends at the banner AROUND IT; what follows there only
 Letters: B batch, T positions of this call, P positions in the cache before it, V vocab_size,
 d n_embd, h n_head, d_h = d / h, m components that mix. S is one of the components q, k, v, g:
 query, key, value, gate logit. Layers count n = 1 .. N; H_0 is the embedding, H_n layer n's output.
+λ1, λ2 are a layer's learned weights, γ1, γ2 factors made from X_n, in a static model 1. σ is
+the sigmoid. RMSNorm runs over d for H and over d_h for S. Where S does not mix, Ŝ_n = S_n.
 
     H_0    = Embed(tokens)                                      no position information in it
-    S_anc  = H_0 W_anc^S                                        the anchors: once, for all layers
+    S_anc  = H_0 W_anc^S                                        the anchors, once (or H_k, or S_1)
     S_n    = X_n W_n^S,  X_n = RMSNorm(H_{n-1})                 the layer's own projections
-    Ŝ_n    = λ1 γ1 ⊙ RMSNorm(S_anc) + λ2 γ2 ⊙ S_n               mixing, Eq. 10 (or γ = 1)
+    Ŝ_n    = λ1 γ1 ⊙ RMSNorm(S_anc) + λ2 γ2 ⊙ S_n               mixing, Eq. 10
     q, k   = RoPE(RMSNorm(Q̂_n)), RoPE(RMSNorm(K̂_n))             QKNorm, then rotate
     U_n    = softmax(q kᵀ / √d_h + causal mask) V̂_n             attention
     O_n    = concat_heads(U_n ⊙ σ(Ĝ_n)) W_n^O                   its output, gated
@@ -34,7 +36,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 COMPONENTS = "qkvg"             # query, key, value, gate logit
-Components = dict[str, Tensor]  # {"q": [B, T, h, d_h], "k": ..., ...}
+Components = dict[str, Tensor]  # {s: [B, T, h, d_h]}, s a letter of COMPONENTS
 
 
 @dataclass(frozen=True)
@@ -96,16 +98,16 @@ VARIANTS: dict[str, dict] = {           # the systems of the paper, as changes t
 
 # --- Norms and projections ------------------------------------------------------------------------
 class RMSNorm(nn.Module):
-    """RMSNorm(s) = g ⊙ s / sqrt(mean(s²) + ε) over the last axis; the gain g is learned."""
+    """RMSNorm(x) = gain ⊙ x / sqrt(mean(x²) + ε) over the last axis; the gain is learned."""
 
     def __init__(self, dim: int, eps: float):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(dim))
+        self.weight = nn.Parameter(torch.empty(dim))    # filled by ExoFormer.init_weights
         self.eps = eps
 
-    def forward(self, s: Tensor) -> Tensor:
-        gain = self.weight.to(s.dtype)          # the fused kernel wants both in one dtype
-        return F.rms_norm(s, gain.shape, gain, self.eps)
+    def forward(self, x: Tensor) -> Tensor:
+        gain = self.weight.to(x.dtype)          # the fused kernel wants both in one dtype
+        return F.rms_norm(x, gain.shape, gain, self.eps)
 
 
 def normalise(norm: nn.ModuleDict, components: Components) -> Components:
@@ -125,13 +127,13 @@ class Anchor(nn.Module):
     def __init__(self, config: Config):
         super().__init__()
         d, self.h = config.n_embd, config.n_head
-        own = config.mix if config.anchor == "exogenous" else ""
-        normalised = (s for s in config.mix if s in config.anchor_norm)
-        self.W_anc = nn.ModuleDict({s: nn.Linear(d, d, bias=False) for s in own})
+        projected = config.mix if config.anchor == "exogenous" else ""
+        normalised = [s for s in config.mix if s in config.anchor_norm]
+        self.W_anc = nn.ModuleDict({s: nn.Linear(d, d, bias=False) for s in projected})
         self.norm = nn.ModuleDict({s: RMSNorm(config.d_h, config.norm_eps) for s in normalised})
 
     def exogenous(self, H_k: Tensor) -> Components:
-        """S_anc = H_k W_anc^S: by matrices that serve nothing else. H_0 is the embedding."""
+        """S_anc = H_k W_anc^S, by matrices that serve nothing else; k is config.anchor_layer."""
         return normalise(self.norm, project(self.W_anc, H_k, self.h))
 
     def internal(self, S_1: Components) -> Components:
@@ -146,18 +148,18 @@ class Mixing(nn.Module):
         super().__init__()
         d, h, d_h = config.n_embd, config.n_head, config.d_h
         shape = {"scalar": (1, 1), "headwise": (h, 1), "elementwise": (h, d_h)}[config.granularity]
-        pairs = [(s, torch.empty(2, *shape)) for s in config.mix]   # λ1 and λ2 of each component
-        self.lam = nn.ParameterDict(pairs)      # pairs, because it would sort the keys of a dict
+        pairs = [(s, torch.empty(2, *shape)) for s in config.mix]   # λ1, λ2
+        self.lam = nn.ParameterDict(pairs)      # it sorts a dict, but gamma needs the order of mix
         self.dynamic = config.dynamic
         if config.dynamic:
             self.W1 = nn.Linear(d, 16, bias=False)
-            self.W2 = nn.Linear(16, 2 * len(config.mix))        # b is the only bias of the model
+            self.W2 = nn.Linear(16, 2 * len(config.mix))        # with b, the model's only bias
 
     def gamma(self, X: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
         """γ = σ( GELU(X_n W1) W2 + b ), one for each λ and token (§3.6): {s: (γ1, γ2)}."""
         gamma = self.W2(F.gelu(self.W1(X))).sigmoid()           # [B, T, 2m]
         gamma = gamma[..., None, None].unbind(2)                # 2m of [B, T, 1, 1]
-        return dict(zip(self.lam, zip(gamma[0::2], gamma[1::2])))   # q1 q2 k1 k2 v1 v2 g1 g2
+        return dict(zip(self.lam, zip(gamma[0::2], gamma[1::2])))   # in W2's order: q1 q2 k1 ...
 
     def weights(self, X: Tensor, dtype: torch.dtype) -> dict[str, tuple[Tensor, Tensor]]:
         """What multiplies anchor and own: {s: (λ1 γ1, λ2 γ2)}, in a static model (λ1, λ2)."""
@@ -185,19 +187,20 @@ def rope_table(block_size: int, d_h: int, theta: float) -> Tensor:
     return torch.stack((cos, sin)).unsqueeze(2).float()         # rounded only after cos and sin
 
 
-def rope(s: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (a, b) = (channel i, channel i + d_h/2) of s [B, T, h, d_h].
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the pairs (a, b) = (channel i, channel i + d_h/2) of x [B, T, h, d_h].
 
     cos and sin are rows of rope_table, one for each of the T positions: [T, 1, d_h].
     """
     # (a cos − b sin, b cos + a sin) = (a, b) ⊙ (cos, cos) + (b, a) ⊙ (−sin, sin)
-    b_a = s.roll(s.size(-1) // 2, dims=-1)
-    return (s * cos + b_a * sin).type_as(s)
+    # To roll x saves the copies of cutting and joining its halves: experiments/bench.py rope.
+    b_a = x.roll(x.size(-1) // 2, dims=-1)
+    return (x * cos + b_a * sin).type_as(x)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """softmax(q kᵀ / √d_h + causal mask) v: q [B, T, h, d_h], k and v [B, P + T, h, d_h]."""
-    q, k, v = (s.transpose(1, 2) for s in (q, k, v))            # [B, h, T or P + T, d_h]
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))            # [B, h, T or P + T, d_h]
     T = q.size(2)
     P = k.size(2) - T
     if P == 0:
@@ -225,15 +228,15 @@ class Attention(nn.Module):
     def forward(self, X: Tensor, anchors: Components | None, cos: Tensor, sin: Tensor,
                 cache: "Cache | None") -> tuple[Tensor, Components]:
         own = project(self.W, X, self.h)                        # S_n {s: [B, T, h, d_h]}
-        mixed = own
+        mixed = own                                             # Ŝ_n = S_n where nothing mixes
         if self.mixing is not None:
             mixed = self.mixing(X, own, anchors)                # Ŝ_n
-        mixed = normalise(self.norm, mixed)                     # QKNorm
+        mixed = normalise(self.norm, mixed)                     # of post_norm: "qk" is QKNorm
         q = rope(mixed["q"], cos, sin)
         k = rope(mixed["k"], cos, sin)
         v = mixed["v"]
         if cache is not None:
-            k, v = cache.append(k, v)                           # [B, P + T, h, d_h]
+            k, v = cache.append(k, v)           # stores them, returns all: [B, P + T, h, d_h]
         U = attend(q, k, v)                                     # U_n [B, T, h, d_h]
         if "g" in mixed:
             U = U * mixed["g"].sigmoid()                        # U_n ⊙ σ(Ĝ_n)
@@ -279,7 +282,8 @@ class ExoFormer(nn.Module):
 
     def __init__(self, config: Config):
         super().__init__()
-        seed = int(torch.randint(2**32, (), device="cpu"))      # before the layers below draw too
+        # Drawn first: the layers' own initialisation, overwritten below, draws differently often.
+        seed = int(torch.randint(2**32, (), device="cpu"))
         self.config = config
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)
         self.anchor = Anchor(config) if config.anchor != "none" else None
@@ -294,8 +298,8 @@ class ExoFormer(nn.Module):
                 cache: "list[Cache] | None" = None) -> tuple[Tensor, Tensor | None]:
         """Next-token logits [B, T, V] for the ids idx [B, T], and with `targets` [B, T] the loss.
 
-        The loss is the mean cross-entropy in nats, or None. `cache`, from new_cache, holds the P
-        positions before idx and takes these in. Raises ValueError for more than block_size
+        The loss is the mean cross-entropy in nats, or None. `cache`, from new_cache, is one Cache
+        a layer, with k and v of the P positions before idx. ValueError for more than block_size
         positions and for targets of another shape. Ids must lie in [0, V): generate and the data
         loader check that, because a look at them here would make a GPU wait.
         """
@@ -326,8 +330,8 @@ class ExoFormer(nn.Module):
         return logits, F.cross_entropy(exact.flatten(0, 1), targets.flatten())
 
 # ==================================================================================================
-#   AROUND IT. The paper ends here. The methods below belong to ExoFormer: its initialisation, what
-#   happens to it when it moves, generation, counting. Behind them stand the cache and the checks.
+#   AROUND IT. The paper ends here. Below: the rest of ExoFormer's methods (initialisation, moving,
+#   generation, counting), then the cache and the checks of Config.
 # ==================================================================================================
 
     @torch.no_grad()
@@ -362,9 +366,8 @@ class ExoFormer(nn.Module):
                 p.fill_(rows[0])
 
     def _apply(self, fn, recurse=True):
-        # .to(), .cuda(), .bfloat16() and the like all change the model through this method of
-        # nn.Module. We let it change everything but the RoPE table, which moves to the new device
-        # and stays float32: in bfloat16 the angles of positions past 256 become the same.
+        # .to(), .cuda(), .bfloat16() change the model through this method of nn.Module. The RoPE
+        # table moves with it but stays float32: in bfloat16 positions past 256 share their angles.
         table = self.cos_sin
         super()._apply(fn, recurse)
         self.cos_sin = table.to(self.cos_sin.device)
@@ -477,14 +480,12 @@ def check(config: Config) -> None:
     one_of("anchor", config.anchor, ("none", "internal", "exogenous"))
     one_of("granularity", config.granularity, ("scalar", "headwise", "elementwise"))
     one_of("post_norm", config.post_norm or "none", ("qk", "qkv", "qkvg"))
-
     theta, eps = config.rope_theta, config.norm_eps
     refuse(not 0 < theta < inf, f"rope_theta={theta}: expected a finite number above 0")
     refuse(not 0 <= eps < inf, f"norm_eps={eps}: expected a finite number, 0 or more")
     sizes = f"n_embd={config.n_embd} with n_head={config.n_head}"
     refuse(config.n_embd % config.n_head != 0, f"{sizes}: make n_embd a multiple of n_head")
     refuse(config.d_h % 2 != 0, f"{sizes}: RoPE pairs channels, make n_embd / n_head even")
-
     anchor, k, N, mix = config.anchor, config.anchor_layer, config.n_layer, config.mix
     refuse(not 0 <= k < N, f"anchor_layer={k} with n_layer={N}: expected 0 (the embedding) or more,"
                            " and a layer behind it that mixes")

@@ -1719,7 +1719,7 @@ def test_worked_example_comes_out(monkeypatch, capsys):
     ("U = U * mixed[\"g\"].sigmoid()", "U = F.silu(U)", "Gate"),
     ("self.attn(self.attn_norm(H)", "self.attn(H", "Mix"),
     ("F.gelu(self.W1(X))", "F.relu(self.W1(X))", "Push one γ"),
-    ("(s for s in config.mix if s in config.anchor_norm)", "config.mix", "No norm"),
+    ("[s for s in config.mix if s in config.anchor_norm]", "config.mix", "No norm"),
     ("H = H + O ", "H = O ", "Logits"),
 ])
 def test_worked_example_notices_a_broken_model(monkeypatch, capsys, old, new, step):
