@@ -7,14 +7,15 @@ computed once, from the embedding, and read by every layer.
 The paper stands first and ends at the banner AROUND IT; what follows there only serves it.
 
 Letters: B batch, T positions of this call, P positions in the cache before it, V vocab_size,
-d n_embd, h n_head, d_h = d / h, m components that mix. S is one of the components q, k, v, g:
-query, key, value, gate logit. Layers count n = 1 .. N; H_0 is the embedding, H_n layer n's output.
-λ1, λ2 are a layer's learned weights, γ1, γ2 factors made from X_n, in a static model 1. σ is
-the sigmoid. RMSNorm runs over d for H and over d_h for S. Where S does not mix, Ŝ_n = S_n.
+d n_embd, h n_head, d_h = d / h, m components that mix. S is one of Q, K, V, G: query, key, value,
+gate logit; "q", "k", "v", "g" in the code. Layers count n = 1 .. N; H_0 is the embedding, H_n the
+output of layer n. λ1, λ2 are learned, for each layer and S. σ is the sigmoid, ⊙ multiplies by
+channel. RMSNorm runs over d for H and over d_h for S. Where S does not mix, Ŝ_n = S_n.
 
     H_0    = Embed(tokens)                                      no position information in it
     S_anc  = H_0 W_anc^S                                        the anchors, once (or H_k, or S_1)
     S_n    = X_n W_n^S,  X_n = RMSNorm(H_{n-1})                 the layer's own projections
+    γ      = σ(GELU(X_n W1) W2 + b)                             for each token, or 1 (static)
     Ŝ_n    = λ1 γ1 ⊙ RMSNorm(S_anc) + λ2 γ2 ⊙ S_n               mixing, Eq. 10
     q, k   = RoPE(RMSNorm(Q̂_n)), RoPE(RMSNorm(K̂_n))             QKNorm, then rotate
     U_n    = softmax(q kᵀ / √d_h + causal mask) V̂_n             attention
@@ -43,7 +44,7 @@ Components = dict[str, Tensor]  # {s: [B, T, h, d_h]}, s a letter of COMPONENTS
 class Config:
     """Sizes and the axes of the design (§3). Raises ValueError for a setting that cannot work.
 
-    Without an anchor `mix`, `granularity` and `anchor_norm` are ignored.
+    With anchor="none" the fields mix, granularity and anchor_norm have no effect.
     """
     vocab_size: int = 256               # V
     block_size: int = 256               # longest sequence of one forward, in tokens
@@ -51,7 +52,7 @@ class Config:
     n_head: int = 6                     # h
     n_embd: int = 384                   # d
     gate: bool = True                   # multiply the attention output by σ(Ĝ), by channel
-    anchor: str = "exogenous"           # none | internal: layer 1's own | exogenous: own matrices
+    anchor: str = "exogenous"           # none | internal: layer 1's S_1 | exogenous: H_k W_anc
     anchor_layer: int = 0               # the k of the H_k that exogenous anchors read
     mix: str = COMPONENTS               # components that mix with their anchor
     granularity: str = "elementwise"    # one λ per layer (scalar), head (headwise) or channel
@@ -78,7 +79,7 @@ class Config:
 
     @property
     def first_mixing_layer(self) -> int:
-        """It and all layers behind it mix; before it there is no anchor to mix with."""
+        """The first layer that mixes, as do all after it. N + 1, so none, without an anchor."""
         N, k = self.n_layer, self.anchor_layer
         return {"exogenous": k + 1, "internal": 2, "none": N + 1}[self.anchor]
 
@@ -106,12 +107,12 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        gain = self.weight.to(x.dtype)          # the fused kernel wants both in one dtype
+        gain = self.weight.to(x.dtype)          # under autocast x is bfloat16: one dtype is faster
         return F.rms_norm(x, gain.shape, gain, self.eps)
 
 
 def normalise(norm: nn.ModuleDict, components: Components) -> Components:
-    """RMSNorm(S) for each component that has a norm, over d_h, with one gain for all heads."""
+    """RMSNorm(S), one gain for all heads. A component without a norm stays as it is."""
     return components | {s: norm[s](components[s]) for s in norm}
 
 
@@ -133,11 +134,11 @@ class Anchor(nn.Module):
         self.norm = nn.ModuleDict({s: RMSNorm(config.d_h, config.norm_eps) for s in normalised})
 
     def exogenous(self, H_k: Tensor) -> Components:
-        """S_anc = H_k W_anc^S, by matrices that serve nothing else; k is config.anchor_layer."""
+        """RMSNorm(S_anc), S_anc = H_k W_anc^S: the raw H_k, k being config.anchor_layer."""
         return normalise(self.norm, project(self.W_anc, H_k, self.h))
 
     def internal(self, S_1: Components) -> Components:
-        """S_anc = S_1 = X_1 W_1^S: layer 1's own projections serve it and all layers behind it."""
+        """RMSNorm(S_anc), S_anc = S_1: layer 1's own projections, which serve it as well."""
         return normalise(self.norm, S_1)
 
 
@@ -156,13 +157,13 @@ class Mixing(nn.Module):
             self.W2 = nn.Linear(16, 2 * len(config.mix))        # with b, the model's only bias
 
     def gamma(self, X: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-        """γ = σ( GELU(X_n W1) W2 + b ), one for each λ and token (§3.6): {s: (γ1, γ2)}."""
+        """γ = σ(GELU(X_n W1) W2 + b), §3.6: {s: (γ1, γ2)}, a number a token."""
         gamma = self.W2(F.gelu(self.W1(X))).sigmoid()           # [B, T, 2m]
         gamma = gamma[..., None, None].unbind(2)                # 2m of [B, T, 1, 1]
         return dict(zip(self.lam, zip(gamma[0::2], gamma[1::2])))   # in W2's order: q1 q2 k1 ...
 
     def weights(self, X: Tensor, dtype: torch.dtype) -> dict[str, tuple[Tensor, Tensor]]:
-        """What multiplies anchor and own: {s: (λ1 γ1, λ2 γ2)}, in a static model (λ1, λ2)."""
+        """{s: (λ1 γ1, λ2 γ2)}, static {s: (λ1, λ2)}; 1|h: h or 1, by granularity."""
         weights = {s: lam.to(dtype).unbind() for s, lam in self.lam.items()}    # [1|h, 1|d_h] each
         if self.dynamic:
             for s, (gamma1, gamma2) in self.gamma(X).items():
@@ -171,6 +172,7 @@ class Mixing(nn.Module):
         return weights
 
     def forward(self, X: Tensor, own: Components, anchors: Components) -> Components:
+        """Ŝ_n of the components that mix, S_n of the others."""
         mixed = dict(own)
         for s, (w1, w2) in self.weights(X, own["v"].dtype).items():
             mixed[s] = w1 * anchors[s] + w2 * own[s]        # λ1 γ1 ⊙ anchor + λ2 γ2 ⊙ own
@@ -184,7 +186,7 @@ def rope_table(block_size: int, d_h: int, theta: float) -> Tensor:
     angle = torch.outer(torch.arange(block_size, dtype=torch.float64), frequency)
     cos = torch.cat((angle.cos(), angle.cos()), dim=-1)
     sin = torch.cat((-angle.sin(), angle.sin()), dim=-1)
-    return torch.stack((cos, sin)).unsqueeze(2).float()         # rounded only after cos and sin
+    return torch.stack((cos, sin)).unsqueeze(2).float()         # float64 up to here
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -246,7 +248,7 @@ class Attention(nn.Module):
 
 # --- Feed-forward, block, model -------------------------------------------------------------------
 class SwiGLU(nn.Module):
-    """W_down( silu(W_gate z) ⊙ (W_up z) ), hidden width 2d: 6d² weights."""
+    """W_down( silu(W_gate z) ⊙ (W_up z) ), width 2d: 6d² weights. W_gate is not the gate G."""
 
     def __init__(self, config: Config):
         super().__init__()
@@ -260,7 +262,7 @@ class SwiGLU(nn.Module):
 
 
 class Block(nn.Module):
-    """Layer n: H_{n-1} -> H_n, and its own projections S_n, as layer 1's may become anchors."""
+    """Layer n: H_{n-1} -> (H_n, S_n). S_n is returned because S_1 may become the anchor."""
 
     def __init__(self, config: Config, layer: int):
         super().__init__()
@@ -282,7 +284,7 @@ class ExoFormer(nn.Module):
 
     def __init__(self, config: Config):
         super().__init__()
-        # Drawn first: the layers' own initialisation, overwritten below, draws differently often.
+        # First, as the layers' constructors draw too, a different number in each variant.
         seed = int(torch.randint(2**32, (), device="cpu"))
         self.config = config
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)
@@ -320,7 +322,7 @@ class ExoFormer(nn.Module):
                 if self.config.anchor == "exogenous":
                     anchors = self.anchor.exogenous(H)          # from H_k, k = n - 1
                 else:
-                    anchors = self.anchor.internal(own)         # from S_1, for n = 2
+                    anchors = self.anchor.internal(own)         # n = 2, so own is S_1
             layer_cache = None if cache is None else cache[n - 1]
             H, own = block(H, anchors, cos, sin, layer_cache)   # H_n, S_n
         logits = self.W_head(self.norm(H))                      # [B, T, V]
@@ -336,7 +338,7 @@ class ExoFormer(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """Every initialisation of the model. Raises ValueError unless one row covers a parameter.
+        """Every initialisation of the model. Raises ValueError unless one row fits each parameter.
 
         Each draws from a generator of its own, seeded by its name: so one seed gives parameters of
         the same name the same start in every variant, but for λ, which γ halves in a dynamic one.
@@ -347,7 +349,7 @@ class ExoFormer(nn.Module):
             "*.W2.*":           0.0,            # W2 = b = 0, so γ = σ(0) = 0.5
             "*.W_O.weight":     0.0,            # a layer starts by changing nothing,
             "*.W_down.weight":  0.0,
-            "W_head.weight":    0.0,            # the logits as zero
+            "W_head.weight":    0.0,            # and logits start at 0
             "embed.weight":     "normal",       "*.W_anc.?.weight": "normal",
             "*.W.?.weight":     "normal",       "*.W1.weight":      "normal",
             "*.W_gate.weight":  "normal",       "*.W_up.weight":    "normal",
@@ -359,7 +361,7 @@ class ExoFormer(nn.Module):
                                  "expected one, add or narrow a row")
             if rows[0] == "normal":
                 generator = torch.Generator().manual_seed((seed + crc32(name.encode())) % 2**32)
-                w = torch.empty(p.shape, device="cpu")          # drawn there for every device alike
+                w = torch.empty(p.shape, device="cpu")          # there, for every device alike
                 nn.init.trunc_normal_(w, std=0.02, a=-0.06, b=0.06, generator=generator)
                 p.copy_(w)
             else:
@@ -367,7 +369,7 @@ class ExoFormer(nn.Module):
 
     def _apply(self, fn, recurse=True):
         # .to(), .cuda(), .bfloat16() change the model through this method of nn.Module. The RoPE
-        # table moves with it but stays float32: in bfloat16 positions past 256 share their angles.
+        # table moves with it but stays float32: in bfloat16 rows past 256 may be equal.
         table = self.cos_sin
         super()._apply(fn, recurse)
         self.cos_sin = table.to(self.cos_sin.device)
@@ -383,7 +385,7 @@ class ExoFormer(nn.Module):
         """Continue the ids idx [B, T], yielding each new token [B] as it is drawn.
 
         Draws from softmax(logits / temperature), of the `top_k` likeliest tokens if given (at most
-        V); temperature 0 takes the likeliest. `generator` lives on the model's device. A prompt is
+        V); temperature 0 takes the likeliest. `generator` is on the model's device. A prompt is
         cut to its last block_size tokens, and whenever the context is full, the model starts again
         from its last half. Raises ValueError, at the first token, for arguments out of range.
         """
@@ -427,7 +429,7 @@ class ExoFormer(nn.Module):
     def num_params(self) -> tuple[int, int]:
         """Parameters in total, and without the embedding table and the output head."""
         total = sum(p.numel() for p in self.parameters())
-        outer = {self.embed.weight, self.W_head.weight}         # one parameter if they are tied
+        outer = {self.embed.weight, self.W_head.weight}         # a set: it counts once if tied
         return total, total - sum(p.numel() for p in outer)
 
     def flops_per_token(self) -> int:

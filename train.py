@@ -346,7 +346,6 @@ def open_log(out: Path, first: int):
 @dataclass
 class Run:
     """What set_up makes, and how far the loop has come."""
-    given: dict                         # the flags that were given
     options: Options
     flags: dict                         # the model's
     device: torch.device
@@ -397,7 +396,7 @@ def set_up(given: dict) -> Run:
     total, hidden = model.num_params()
     print(f"{options.variant}, {total:,} parameters ({hidden:,} without embedding and head), on {options.dataset}, "
           f"{len(train_split.tokens):,} tokens, on {device} in {dtype}, from step {step}")
-    return Run(given, options, flags, device, autocast, peak_flops(device, dtype), data, train_split, val_split, model,
+    return Run(options, flags, device, autocast, peak_flops(device, dtype), data, train_split, val_split, model,
                optimizers, step, seconds, best_loss, logged=(step, seconds))
 
 
@@ -435,7 +434,7 @@ def training_step(net: nn.Module, x: Tensor, y: Tensor, step: int, optimizers: l
 
 
 def require_finite(values: dict[str, float], step: int, options: Options) -> None:
-    if not all(math.isfinite(value) for value in values.values()):      # nan > limit and nan < limit are both False
+    if not all(math.isfinite(value) for value in values.values()):
         found = ", ".join(f"{name} {value:.3g}" for name, value in values.items())
         raise UserError(f"step {step + 1}: {found} with muon_lr {options.muon_lr:.3g} and adamw_lr "
                         f"{options.adamw_lr:.3g}: expected finite numbers, lower the rates (no file is touched)")
@@ -486,7 +485,7 @@ def save_checkpoints(run: Run, val_loss: float | None) -> None:
 
 @contextmanager
 def first_signal():
-    """A list that gets the first SIGINT or SIGTERM. The second one, and any after the block, act as they did before.
+    """A list that gets the first SIGINT or SIGTERM. The second one, and any after the block, have their usual effect.
 
     Signals reach the main thread alone: in another one the list stays empty.
     """
@@ -509,9 +508,9 @@ def first_signal():
 
 
 def train(given: dict) -> float | None:
-    """Train, or only evaluate, as the given flags say. Returns the last validation loss; None if nothing is to do.
+    """Train, or only evaluate, as the given flags say. Returns the last validation loss; None if there is nothing to do.
 
-    Raises UserError, and SystemExit(130 or 143) behind a signal, when the step is done and saved.
+    Raises UserError, and SystemExit(130 or 143) after a signal, once the step is done and saved.
     """
     run = set_up(given)
     options, model = run.options, run.model
