@@ -470,7 +470,7 @@ def log_row(run: Run, file, loss: float, norm: float, val_loss: float | None) ->
 
 
 def save_checkpoints(run: Run, val_loss: float | None) -> None:
-    """Put the run into last.pt, and into best.pt where no evaluation was lower; the first to be saved is the best."""
+    """Put the run into last.pt, and into best.pt if val_loss is the lowest so far, or nothing was saved before."""
     improved = run.best_loss == math.inf
     if val_loss is not None:
         improved = val_loss < run.best_loss
