@@ -157,7 +157,7 @@ class Mixing(nn.Module):
             self.W2 = nn.Linear(16, 2 * len(config.mix))        # with b, the model's only bias
 
     def gamma(self, X: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-        """γ = σ(GELU(X_n W1) W2 + b), §3.6: {s: (γ1, γ2)}, a number a token."""
+        """γ = σ(GELU(X_n W1) W2 + b), §3.6: {s: (γ1, γ2)}, one number for each token."""
         gamma = self.W2(F.gelu(self.W1(X))).sigmoid()           # [B, T, 2m]
         gamma = gamma[..., None, None].unbind(2)                # 2m of [B, T, 1, 1]
         return dict(zip(self.lam, zip(gamma[0::2], gamma[1::2])))   # in W2's order: q1 q2 k1 ...
@@ -195,7 +195,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     cos and sin are rows of rope_table, one for each of the T positions: [T, 1, d_h].
     """
     # (a cos − b sin, b cos + a sin) = (a, b) ⊙ (cos, cos) + (b, a) ⊙ (−sin, sin)
-    # To roll x saves the copies of cutting and joining its halves: experiments/bench.py rope.
+    # Rolling x takes fewer copies than cutting and joining its halves: experiments/bench.py rope.
     b_a = x.roll(x.size(-1) // 2, dims=-1)
     return (x * cos + b_a * sin).type_as(x)
 

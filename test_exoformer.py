@@ -175,7 +175,7 @@ def test_logits_follow_the_equations(config):
 
 @every_case
 def test_parameter_counts(config):
-    """Parameters are exactly those of the formulas: 11d² or 10d² a layer, d² an anchor, λ by granularity, γ, gains."""
+    """Parameters are exactly those of the formulas: 11d² or 10d² a layer, d² an anchor, λ, γ, gains."""
     d, h, N, m = config.n_embd, config.n_head, config.n_layer, len(config.mix)
     layer = (11 if config.gate else 10) * d**2 + 2 * d + len(config.post_norm) * d // h
     total = N * layer + d
@@ -1694,7 +1694,8 @@ def test_worked_example_comes_out(monkeypatch, capsys):
     """
     assert run_worked_example(monkeypatch) == 0
     story = capsys.readouterr().out
-    figures = ["3.536", "(0.849, 1.131)", "(0.886, 0.599)", "0.598528", "(0.709, 0.679)", "(0.5, 0.25)", "(0.355, 0.170)",
+    figures = ["3.536", "(0.849, 1.131)", "(0.886, 0.599)", "0.598528", "(0.709, 0.679)", "(0.5, 0.25)",
+               "(0.355, 0.170)",
                "(1, −1) → (0.8, −0.6) → (0.4, −0.15)", "(2.5, 2.75)"]
     assert all(figure in story for figure in figures)
     assert story.count("\n") < 75 and max(map(len, story.splitlines())) <= 100 and "✗" not in story
@@ -1783,7 +1784,8 @@ def test_benchmarks_run(lab, capsys):
         assert len(re.findall(r"^\| .*\d\.\d.* \|$", out, re.M)) == rows and not re.search(r"\bnan\b", out), out
     assert bench["main"](["lessons", "--quick", "--device=cpu", "--dataset=nothing"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
-    shown = subprocess.run([sys.executable, ROOT / "experiments" / "bench.py", "--help"], capture_output=True, text=True)
+    command = [sys.executable, ROOT / "experiments" / "bench.py", "--help"]
+    shown = subprocess.run(command, capture_output=True, text=True)
     assert shown.returncode == 0 and all(what in shown.stdout for what in bench["COMMANDS"])
 
 

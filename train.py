@@ -437,7 +437,7 @@ def require_finite(values: dict[str, float], step: int, options: Options) -> Non
     if not all(math.isfinite(value) for value in values.values()):
         found = ", ".join(f"{name} {value:.3g}" for name, value in values.items())
         raise UserError(f"step {step + 1}: {found} with muon_lr {options.muon_lr:.3g} and adamw_lr "
-                        f"{options.adamw_lr:.3g}: expected finite numbers, lower the rates (no file is touched)")
+                        f"{options.adamw_lr:.3g}: expected finite numbers, lower the rates (the checkpoints are as they were)")
 
 
 @torch.no_grad()
