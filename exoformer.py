@@ -108,7 +108,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gain = self.weight.to(x.dtype)          # under autocast x is bfloat16: one dtype is faster
-        return F.rms_norm(x, gain.shape, gain, self.eps)
+        return F.rms_norm(x, gain.shape, gain, self.eps).type_as(x)     # CUDA's gives float32 there
 
 
 def normalise(norm: nn.ModuleDict, components: Components) -> Components:
@@ -159,23 +159,28 @@ class Mixing(nn.Module):
     def gamma(self, X: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
         """γ = σ(GELU(X_n W1) W2 + b), §3.6: {s: (γ1, γ2)}, one number for each token."""
         gamma = self.W2(F.gelu(self.W1(X))).sigmoid()           # [B, T, 2m]
-        gamma = gamma[..., None, None].unbind(2)                # 2m of [B, T, 1, 1]
+        gamma = gamma.unflatten(-1, (-1, 1, 1)).unbind(2)       # 2m of [B, T, 1, 1]
         return dict(zip(self.lam, zip(gamma[0::2], gamma[1::2])))   # in W2's order: q1 q2 k1 ...
 
-    def weights(self, X: Tensor, dtype: torch.dtype) -> dict[str, tuple[Tensor, Tensor]]:
-        """{s: (λ1 γ1, λ2 γ2)}, static {s: (λ1, λ2)}; 1|h: h or 1, by granularity."""
-        weights = {s: lam.to(dtype).unbind() for s, lam in self.lam.items()}    # [1|h, 1|d_h] each
-        if self.dynamic:
-            for s, (gamma1, gamma2) in self.gamma(X).items():
-                lam1, lam2 = weights[s]
-                weights[s] = (lam1 * gamma1, lam2 * gamma2)     # [B, T, 1|h, 1|d_h] each
-        return weights
+    def terms(self, X: Tensor, own: Components, anchors: Components
+              ) -> dict[str, tuple[Tensor, Tensor]]:
+        """{s: (λ1 γ1 ⊙ anchor, λ2 γ2 ⊙ own)} of the components that mix, [B, T, h, d_h] each."""
+        gamma = self.gamma(X) if self.dynamic else {}
+        terms = {}
+        for s, lam in self.lam.items():
+            lam1, lam2 = lam.to(own[s].dtype)                   # [1|h, 1|d_h] each, by granularity
+            term1, term2 = lam1 * anchors[s], lam2 * own[s]
+            if self.dynamic:        # one by one: λ γ would be a tensor as large as the component
+                gamma1, gamma2 = gamma[s]                       # [B, T, 1, 1] each
+                term1, term2 = gamma1 * term1, gamma2 * term2
+            terms[s] = (term1, term2)
+        return terms
 
     def forward(self, X: Tensor, own: Components, anchors: Components) -> Components:
         """Ŝ_n of the components that mix, S_n of the others."""
         mixed = dict(own)
-        for s, (w1, w2) in self.weights(X, own["v"].dtype).items():
-            mixed[s] = w1 * anchors[s] + w2 * own[s]        # λ1 γ1 ⊙ anchor + λ2 γ2 ⊙ own
+        for s, (from_anchor, from_own) in self.terms(X, own, anchors).items():
+            mixed[s] = from_anchor + from_own           # λ1 γ1 ⊙ anchor + λ2 γ2 ⊙ own
         return mixed
 
 
@@ -196,8 +201,9 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     # (a cos − b sin, b cos + a sin) = (a, b) ⊙ (cos, cos) + (b, a) ⊙ (−sin, sin)
     # Rolling x takes fewer copies than cutting and joining its halves: experiments/bench.py rope.
+    cos, sin = cos.type_as(x), sin.type_as(x)       # or bfloat16 would be widened to float32 here
     b_a = x.roll(x.size(-1) // 2, dims=-1)
-    return (x * cos + b_a * sin).type_as(x)
+    return x * cos + b_a * sin
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

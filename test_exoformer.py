@@ -35,6 +35,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses import FakeTensorMode
 from tqdm import tqdm
 
 import exoformer
@@ -479,6 +480,45 @@ def test_dtypes(config):
         logits, loss = exact.float()(idx, idx)
     assert loss.dtype == torch.float32 and (logits.double() - reference).norm() / reference.norm() < 0.1
     loss.backward()
+
+
+@every_case
+def test_autocast_of_a_gpu_keeps_bfloat16(config):
+    """Under CUDA's autocast, whose rms_norm gives float32, all between projection and attention stays bfloat16.
+
+    Seen without a GPU: fake tensors on "cuda" have no values, but the dtypes that a GPU would give them.
+    """
+    seen = []                                   # (where, dtypes)
+
+    def note(module, inputs, output):
+        if type(module) is exoformer.Mixing:    # of X, own, anchors: X comes from the float32 stream
+            inputs, output = (*inputs[1].values(), *inputs[2].values()), output.values()
+        seen.append((type(module).__name__, {x.dtype for x in (*inputs, *output)}))
+
+    def attend(q, k, v, original=exoformer.attend):
+        seen.append(("attend", {x.dtype for x in (q, k, v)}))
+        return original(q, k, v)
+    model = ExoFormer(config)
+    anchors, attention = [model.anchor] if model.anchor else [], [block.attn for block in model.blocks]
+    norms = [norm for part in (*anchors, *attention) for norm in part.norm.values()]
+    mixing = [attn.mixing for attn in attention if attn.mixing is not None]
+    for module in (*norms, *mixing, *(attn.W_O for attn in attention)):
+        module.register_forward_hook(note)
+    torch.set_autocast_enabled("cuda", True)
+    torch.set_autocast_dtype("cuda", torch.bfloat16)
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(exoformer, "attend", attend)
+            patch.setattr(torch.Tensor, "__getitem__", lambda x, at: x.narrow(1, 0, at[1].stop))    # [:, 0:T] fails here
+            x = torch.empty(2, 3, device="cuda", dtype=torch.bfloat16)
+            assert F.rms_norm(x, (3,)).dtype == torch.float32           # what makes this test worth having
+            state = {name: torch.empty(p.shape, device="cuda")
+                     for name, p in (*model.named_parameters(), ("cos_sin", model.cos_sin))}
+            torch.func.functional_call(model, state, torch.zeros(2, 5, dtype=torch.int64, device="cuda"))
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+    assert all(dtypes == {torch.bfloat16} for _, dtypes in seen), seen
+    assert len(seen) == len(norms) + len(mixing) + 2 * len(attention)
 
 
 @every_variant
@@ -1708,9 +1748,9 @@ def test_worked_example_comes_out(monkeypatch, capsys):
 
 @pytest.mark.source
 @pytest.mark.parametrize("old, new, step", [
-    ("w1 * anchors[s] + w2 * own[s]", "w2 * anchors[s] + w1 * own[s]", "Mix"),
+    ("lam1 * anchors[s], lam2 * own[s]", "lam2 * anchors[s], lam1 * own[s]", "Mix"),
     ("self.norm, project(self.W_anc, H_k, self.h)", "{}, project(self.W_anc, H_k, self.h)", "Normalise"),
-    ("(lam1 * gamma1, lam2 * gamma2)", "(lam1 * gamma2, lam2 * gamma1)", "One token's reuse"),
+    ("gamma1 * term1, gamma2 * term2", "gamma2 * term1, gamma1 * term2", "One token's reuse"),
     ("zip(gamma[0::2], gamma[1::2])", "zip(gamma[:4], gamma[4:])", "Push one γ"),
     ("mixed = normalise(self.norm, mixed)", "pass", "Attend"),
     ("torch.cat((-angle.sin(), angle.sin())", "torch.cat((angle.sin(), -angle.sin())", "Attend"),

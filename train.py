@@ -585,9 +585,8 @@ def anchor_shares(model: ExoFormer, idx: Tensor) -> dict[int, dict[str, float]]:
 
     def measure(mixing, inputs, _):
         X, own, anchors = inputs
-        for s, (w1, w2) in mixing.weights(X, own["v"].dtype).items():
-            from_anchor = (w1 * anchors[s]).norm(dim=-1)                        # [B, T, h]
-            from_own = (w2 * own[s]).norm(dim=-1)
+        for s, terms in mixing.terms(X, own, anchors).items():
+            from_anchor, from_own = (term.norm(dim=-1) for term in terms)       # [B, T, h] each
             shares[layers[mixing]][s] = (from_anchor / (from_anchor + from_own)).mean().item()
 
     hooks = [mixing.register_forward_hook(measure) for mixing in layers]

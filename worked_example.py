@@ -152,7 +152,7 @@ def dynamic(step):
     first, mixed = mix("v", (1 * half, 1 * half))
     step("Start", "λ = 1 and γ = 0.5 mix as a static λ = 0.5 does",
          say("1 · {} {} + 1 · {} {} = {}", half, anchor[1], half, own[1], mixed),
-         "Mixing.weights", by_hand={"first": first, "mixed": mixed}, static=static, dynamic=start)
+         "Mixing.terms", by_hand={"first": first, "mixed": mixed}, static=static, dynamic=start)
     outputs = {"first_gated": static["first_gated"], "gated": static["gated"]}
     step("Same output", "a dynamic model starts as that static one, for both tokens",
          say("O = {} and {}", *outputs.values()), "Attention.forward",
