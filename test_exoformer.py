@@ -8,8 +8,10 @@ causality or caching therefore begins with `randomise`, which gives every parame
 import copy
 import csv
 import gc
+import gzip
 import hashlib
 import http.server
+import io
 import itertools
 import json
 import math
@@ -24,6 +26,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 import types
 import warnings
 from contextlib import nullcontext
@@ -761,6 +764,12 @@ def test_overfits_one_batch():
 # ---------------------------------------------------------------------------------------------------------------------
 # Data
 
+def write_data(folder, train_text, val_text, source="a test"):
+    """A data set of two texts, in place of one from another source that is there."""
+    shutil.rmtree(folder, ignore_errors=True)
+    return prepare.write(folder, [("train", train_text), ("val", val_text)], source)
+
+
 def test_data_round_trip(tmp_path):
     """A file becomes two .bin files of little-endian uint16 that give its bytes again, and a meta.json that fits."""
     text = bytes(range(256)) * 4 + "Grüße\r\n".encode()
@@ -800,8 +809,10 @@ def test_stdlib_split(tmp_path):
     for folder in ("test", "site-packages", "encodings"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "a.py").write_bytes(b"no")
-    train_text, val_text = prepare.stdlib(tmp_path)
-    assert val_text == b"9\n19\n" and train_text == b"".join(b"%d\n" % i for i in range(20) if i not in (9, 19))
+    texts = dict(train=b"", val=b"")
+    for split, text in prepare.stdlib(tmp_path):
+        texts[split] += text
+    assert texts == dict(train=b"".join(b"%d\n" % i for i in range(20) if i not in (9, 19)), val=b"9\n19\n")
 
 
 @pytest.fixture
@@ -852,10 +863,11 @@ def test_shakespeare_by_download(tmp_path, server, monkeypatch):
 
 def test_ids_outside_the_vocabulary_are_caught(tmp_path):
     """An id the model has no embedding for is an error of the data loader, which names file, offset and id."""
-    prepare.write(tmp_path / "d", b"abc" * 40, b"abc" * 40, "a test")
+    write_data(tmp_path / "d", b"abc" * 40, b"abc" * 40, "a test")
     ids = np.zeros(120, dtype="<u2")
     ids[57] = 300
     ids.tofile(tmp_path / "d" / "val.bin")
+    (tmp_path / "d" / "meta.json").write_text('{"vocab_size": 256}', encoding="utf-8")
     _, split, val = prepare.load("d", 8, folder=tmp_path)
     assert split.batch(4, 0, 0)[0].max() < 256
     with pytest.raises(prepare.UserError, match=r"val\.bin: token 57 is the id 300.*vocab_size=256"):
@@ -864,7 +876,7 @@ def test_ids_outside_the_vocabulary_are_caught(tmp_path):
 
 def test_batches_depend_on_seed_and_step_alone(tmp_path):
     """A batch is a pure function of (seed, step) and reaches both ends of the split."""
-    prepare.write(tmp_path / "d", bytes(range(20)), bytes(range(100)), "a test")
+    write_data(tmp_path / "d", bytes(range(20)), bytes(range(100)), "a test")
     _, split, val = prepare.load("d", 8, folder=tmp_path)
     np.random.seed(0)
     first = split.batch(4, 1, 2)[0]
@@ -877,13 +889,13 @@ def test_batches_depend_on_seed_and_step_alone(tmp_path):
 
 def test_evaluation_windows(tmp_path):
     """Windows lie side by side, evenly over the split, the same for every batch size; 0 or too many takes them all."""
-    prepare.write(tmp_path / "d", bytes(20), bytes(range(100)), "a test")
+    write_data(tmp_path / "d", bytes(20), bytes(range(100)), "a test")
     _, _, val = prepare.load("d", 8, folder=tmp_path)
     for count, expected in ((0, range(0, 96, 8)), (99, range(0, 96, 8)), (3, [0, 32, 64]), (5, [0, 16, 32, 56, 72])):
         for size in (1, 3, 100):
             x, y = (np.concatenate(ids) for ids in zip(*val.fixed(count, size)))
             assert x[:, 0].tolist() == list(expected) and (y == x + 1).all() and x.shape[1] == 8
-    prepare.write(tmp_path / "d", bytes(20), bytes(range(96)), "a test")        # the last window has no last target
+    write_data(tmp_path / "d", bytes(20), bytes(range(96)), "a test")        # the last window has no last target
     assert sum(len(x) for x, _ in prepare.load("d", 8, folder=tmp_path)[2].fixed(0, 4)) == 11
 
 
@@ -920,6 +932,193 @@ def test_a_users_own_folder(tmp_path, monkeypatch):
         prepare.load("my own", 8, 300)
 
 
+def says(error, words):
+    """Whether an error is one line with all of these words."""
+    return str(error).count("\n") == 0 and all(word in str(error) for word in words.split())
+
+
+@pytest.mark.parametrize("what, words", [
+    ("odd", "val.bin 201 even"),
+    ("cut", "val.bin 90 100 meta.json cut"),
+    ("replaced", "val.bin meta.json not"),
+    ("header", "val.bin header 1224 1222 100"),
+    ("npy", "val.bin NumPy"),
+    ("gzip", "val.bin gzip"),
+    ("uint32", "val.bin uint32 uint16"),
+    ("wide uint32", "val.bin uint32 uint16"),
+    ("int64", "val.bin int64 uint16"),
+])
+def test_a_file_that_is_not_what_it_seems(tmp_path, what, words):
+    """Cut, replaced or foreign .bin files, also headerless ones of wider ids, are errors that name file and reason."""
+    write_data(tmp_path / "d", bytes(range(100)), bytes(range(100)))
+    path = tmp_path / "d" / "val.bin"
+    ids = np.arange(100, dtype="<u2") + np.uint16(300)
+    header = np.array([20240520, 1, 100] + [0] * 253, dtype="<i4").tobytes()
+    wide = ids.astype("<u4") + np.arange(100, dtype="<u4") % 2 * 65536
+    content = dict(odd=ids.tobytes() + b"x", cut=path.read_bytes()[:-20], replaced=ids.tobytes(), npy=io.BytesIO(),
+                   header=header + ids.tobytes()[:-2], gzip=gzip.compress(ids.tobytes()) + b"x" * 200)
+    np.save(content["npy"], ids)
+    content |= {"npy": content["npy"].getvalue(), "uint32": ids.astype("<u4").tobytes(), "wide uint32": wide.tobytes(),
+                "int64": ids.astype("<i8").tobytes()}
+    path.write_bytes(content[what])
+    if what not in ("cut", "replaced"):
+        (tmp_path / "d" / "meta.json").unlink()
+    with pytest.raises(prepare.UserError) as error:
+        prepare.load("d", 8, None if what in ("cut", "replaced") else 2**20, folder=tmp_path)
+    assert says(error.value, words), error.value
+
+
+def test_ids_of_llama_3(tmp_path):
+    """llm.c's other header announces ids of uint32, which are read as such."""
+    (tmp_path / "d").mkdir()
+    ids = np.arange(100, dtype="<u4") + np.uint32(127_000)
+    for split in ("train", "val"):
+        (tmp_path / "d" / f"{split}.bin").write_bytes(np.array([20240801, 7, 100] + [0] * 253, "<i4").tobytes()
+                                                      + ids.tobytes())
+    _, split, _ = prepare.load("d", 8, 128_256, folder=tmp_path)
+    assert (split.windows(np.array([3]))[0] == ids[3:11]).all()
+
+
+@pytest.mark.parametrize("field, value", [
+    ("vocab_size", "256"), ("vocab_size", True), ("vocab_size", 0), ("tokenizer", 5), ("tokens", 7),
+    ("tokens", dict(train=1)), ("sha256", []), ("ends", dict(train=1, val=2)), ("source", {})])
+def test_meta_with_a_wrong_field(tmp_path, field, value):
+    """A wrong type in any field of meta.json is one line that names file and field."""
+    write_data(tmp_path / "d", bytes(range(100)), bytes(range(100)))
+    path = tmp_path / "d" / "meta.json"
+    meta = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps(meta | {field: value}), encoding="utf-8")
+    with pytest.raises(prepare.UserError) as error:
+        prepare.load("d", 8, folder=tmp_path)
+    assert says(error.value, f"meta.json {field} expected"), error.value
+
+
+def test_meta_as_editors_leave_it(tmp_path):
+    """A byte-order mark in meta.json is no harm; what is no JSON object at all is one line."""
+    write_data(tmp_path / "d", bytes(range(100)), bytes(range(100)))
+    path = tmp_path / "d" / "meta.json"
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert prepare.load("d", 8, folder=tmp_path)[0]["vocab_size"] == 256
+    for content in (b"[1]", b"{", b"\xff\xfe{", b"[" * 100_000, b""):
+        path.write_bytes(content)
+        with pytest.raises(prepare.UserError) as error:
+            prepare.load("d", 8, folder=tmp_path)
+        assert says(error.value, "meta.json"), error.value
+
+
+def test_prepare_writes_into_its_own_folder_alone(tmp_path):
+    """A user's own folder, a second source of the same stem and names that lead out of data/ are refused, and nothing
+    is touched; the same source may come again, changed.
+    """
+    data = tmp_path / "data"
+    for name in ("own", "full"):
+        (data / name).mkdir(parents=True)
+        (data / name / ("train.bin" if name == "own" else "notes.md")).write_bytes(b"mine")
+    texts = {name: tmp_path / name for name in ("own.txt", "full.txt", "a.txt", "a.md", "..txt", "...txt", "pystdlib.py")}
+    for path in texts.values():
+        path.write_bytes(b"the quick brown fox")
+    prepare.prepare(str(texts["a.txt"]), data)
+
+    def files():
+        return {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    before = files()
+    for name, words in (("own.txt", "own rename"), ("full.txt", "full rename"), ("a.md", "a.md a.txt rename"),
+                        ("..txt", "rename"), ("...txt", "rename"), ("pystdlib.py", "pystdlib rename")):
+        with pytest.raises(prepare.UserError) as error:
+            prepare.prepare(str(texts[name]), data)
+        assert says(error.value, words) and files() == before, error.value
+    texts["a.txt"].write_bytes(b"another text, longer")
+    assert prepare.prepare(str(texts["a.txt"]), data)["tokens"] == dict(train=18, val=2)
+    with prepare.only_writer(data / "a"), pytest.raises(prepare.UserError, match="another process"):
+        prepare.prepare(str(texts["a.txt"]), data)
+
+
+@pytest.mark.parametrize("moment", range(1, 5))
+def test_a_data_set_half_made_is_unusable(tmp_path, monkeypatch, moment):
+    """Killed at the first, second ... renaming, prepare.py leaves a folder that load refuses, or the old one whole;
+    running it again mends it.
+    """
+    path = tmp_path / "my.txt"
+    path.write_bytes(b"old " * 100)
+    prepare.prepare(str(path), tmp_path / "data")
+    path.write_bytes(b"newer" * 100)
+    replace, calls = os.replace, []
+
+    def killed(*names):
+        calls.append(names)
+        if len(calls) == moment:
+            raise KeyboardInterrupt
+        replace(*names)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(os, "replace", killed)
+        prepare.prepare(str(path), tmp_path / "data")
+    if moment == 1:
+        assert prepare.load("my", 8, folder=tmp_path / "data")[1].tokens[:4].tobytes() == b"o\0l\0d\0 \0"
+    else:
+        with pytest.raises(prepare.UserError, match="half made.*run it again"):
+            prepare.load("my", 8, folder=tmp_path / "data")
+    prepare.prepare(str(path), tmp_path / "data")
+    assert prepare.load("my", 8, folder=tmp_path / "data")[1].tokens[:2].tobytes() == b"n\0e\0"
+
+
+def test_pystdlib_half_made_is_made_again(tmp_path, monkeypatch):
+    """The default data set needs no command, so what a kill left of it is no reason to stop."""
+    (tmp_path / "lib").mkdir()
+    for i in range(10):
+        (tmp_path / "lib" / f"m{i}.py").write_text("x = 1\n" * 5, encoding="utf-8")
+    monkeypatch.setattr(prepare.sysconfig, "get_path", lambda _: str(tmp_path / "lib"))
+    prepare.prepare("pystdlib", tmp_path)
+    meta = tmp_path / "pystdlib" / "meta.json"
+    source = json.loads(meta.read_text(encoding="utf-8"))["source"]
+    meta.write_text(json.dumps(dict(source=source, unfinished=True)), encoding="utf-8")
+    assert len(prepare.load("pystdlib", 8, folder=tmp_path)[1].tokens) == 270
+
+
+def test_preparing_needs_no_memory_for_the_file(tmp_path):
+    """64 MB of text become a data set with less than 16 MB of memory, in pieces that both splits share rightly."""
+    path = tmp_path / "big.txt"
+    line = b"the quick brown fox jumps over the lazy dog, and so on ......\n"
+    with open(path, "wb") as file:
+        for _ in range(64):
+            file.write(line * (2**20 // len(line)))
+    tracemalloc.start()
+    meta = prepare.prepare(str(path), tmp_path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 16e6 and sum(meta["tokens"].values()) == path.stat().st_size
+    for split in ("train", "val"):
+        assert hashlib.sha256((tmp_path / "big" / f"{split}.bin").read_bytes()).hexdigest() == meta["sha256"][split]
+
+
+@pytest.mark.parametrize("content, kind", [
+    ("Grüße, λ".encode() * 9, None), (b"\xef\xbb\xbf" + b"with a mark" * 9, None), (b"a" * (2**20 - 1) + "é".encode(), None),
+    ("text".encode("utf-16") * 9, "UTF-16"), ("text".encode("utf-16-le") * 9, "UTF-16"), (gzip.compress(b"t" * 9), "gzip"),
+    ("Grüße".encode("latin-1") * 9, "0xfc"), (bytes(range(256)), "binary"), (b"PK\x03\x04\xff" * 9, "zip")])
+def test_a_file_that_is_no_text_is_a_warning(tmp_path, capsys, content, kind):
+    """What is not UTF-8 is taken as bytes, with one warning that says what it seems to be."""
+    (tmp_path / "my.txt").write_bytes(content)
+    prepare.prepare(str(tmp_path / "my.txt"), tmp_path)
+    warning = capsys.readouterr().err
+    assert warning.count("warning") == (kind is not None) and (kind or "") in warning, warning
+
+
+def test_paths_mean_what_the_shell_means(tmp_path, monkeypatch):
+    """A plain name is a data set of data/; ., .., ~, a slash and all that is no name of one are places as in the shell."""
+    for folder in ("data/d", "here/d", "here/own", "home/own", "here/-x"):
+        write_data(tmp_path / folder, folder.encode() * 9, folder.encode() * 9)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path / "here")
+    for name, place in (("d", "data/d"), ("./d", "here/d"), ("d/", "here/d"), ("own", "here/own"), ("-x", "here/-x"),
+                        ("~/own", "home/own"), ("../data/d", "data/d"), (str(tmp_path / "here/d"), "here/d")):
+        found = prepare.load(name, 2, folder=tmp_path / "data")[1].path.parent
+        assert found.resolve() == (tmp_path / place).resolve(), name
+    monkeypatch.chdir(tmp_path / "here" / "d")
+    assert prepare.load(".", 2, folder=tmp_path / "data")[1].path.parent.resolve() == tmp_path / "here" / "d"
+    with pytest.raises(prepare.UserError, match=r"--dataset=\.\.: no \.\./train.bin"):
+        prepare.load("..", 2, folder=tmp_path / "data")
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Training
 
@@ -930,7 +1129,7 @@ TINY = ("--device=cpu --dtype=float32 --n_layer=2 --n_head=2 --n_embd=32 --block
 @pytest.fixture
 def lab(tmp_path, monkeypatch):
     """An empty folder with a data set "d", and a way to run train.py in it: run(*flags) -> rows of log.csv."""
-    prepare.write(tmp_path / "d", b"the quick brown fox. " * 200, b"the quick brown fox. " * 20, "a test")
+    write_data(tmp_path / "d", b"the quick brown fox. " * 200, b"the quick brown fox. " * 20, "a test")
     monkeypatch.chdir(tmp_path)
 
     def run(*flags, out="out", code=0):
@@ -1429,7 +1628,7 @@ def test_resume_wants_its_data(lab, capsys):
     shutil.copytree("d", "moved")
     resume = ["--init_from=resume", "--out_dir=out", "--device=cpu", "--max_iters=4"]
     assert train.main([*resume, "--dataset=moved", "--max_iters=3"]) == 0
-    prepare.write(Path("moved"), b"the quick brown fix. " * 200, b"the quick brown fox. " * 20, "a test")
+    write_data(Path("moved"), b"the quick brown fix. " * 200, b"the quick brown fox. " * 20, "a test")
     meta = json.loads(Path("d/meta.json").read_text(encoding="utf-8"))
     Path("d/meta.json").write_text(json.dumps(meta | dict(vocab_size=200)), encoding="utf-8")
     for name, words in (("moved", "moved train trained"), ("d", "vocab_size 200 256")):
@@ -1627,7 +1826,7 @@ def test_nothing_touches_cuda_on_the_cpu(lab, monkeypatch):
 
 def test_batches_reach_a_gpu_asynchronously(tmp_path, monkeypatch):
     """For a GPU a batch is pinned and copied without waiting; on the CPU it is the array itself."""
-    prepare.write(tmp_path / "d", bytes(range(100)), bytes(range(100)), "a test")
+    write_data(tmp_path / "d", bytes(range(100)), bytes(range(100)), "a test")
     _, split, _ = prepare.load("d", 8, folder=tmp_path)
     calls = []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: calls.append("pin") or self)

@@ -8,21 +8,30 @@ Make a data set for train.py, data/<name>/train.bin, val.bin and meta.json, and 
 Tokens are bytes, so the vocabulary is 256. The .bin files are nanoGPT's: headerless little-endian uint16.
 """
 
+import argparse
+import codecs
 import hashlib
 import http.client
 import json
 import os
 import platform
+import shlex
 import sys
 import sysconfig
+import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 from tqdm import tqdm
+
+try:
+    import fcntl
+except ImportError:             # on Windows
+    fcntl = None
 
 HERE = Path(__file__).resolve().parent      # so that it works from any folder
 
@@ -52,26 +61,66 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             yield file
             file.flush()
             os.fsync(file.fileno())         # the content before the name, whatever the disk holds back
-        os.replace(temporary, path)
+        for wait in (0.1, 0.4, 1, 2, None):
+            try:
+                os.replace(temporary, path)
+                break
+            except PermissionError:         # on Windows while a virus scanner reads path
+                if wait is None:
+                    raise
+                time.sleep(wait)
     finally:
         temporary.unlink(missing_ok=True)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Making
+@contextmanager
+def only_writer(folder: Path) -> Iterator[None]:
+    """Makes the folder. Raises UserError while another process is in such a block for it (not noticed on Windows)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if fcntl is None:
+        yield
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)              # ends with the process, however that ends
+    except BlockingIOError:
+        os.close(handle)
+        raise UserError(f"another process is writing into {folder}: wait for it, or name another folder") from None
+    except OSError:
+        pass                                                            # a file system without locks
+    try:
+        yield
+    finally:
+        os.close(handle)
 
-def stdlib(root: Path) -> tuple[bytes, bytes]:
-    """Sources under root as (train, val): whole files in order of their paths, every tenth to val."""
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Making: a source yields its text in pieces, ("train" or "val", bytes), so that memory does not grow with it
+
+PIECE = 1 << 20             # bytes
+
+
+def stdlib(root: Path) -> Iterator[tuple[str, bytes]]:
+    """Sources under root: whole files in order of their paths, every tenth to val."""
     paths = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py"))
     paths = [p for p in paths if not LEFT_OUT & set(p.split("/")) and not p.startswith("_sysconfigdata")]
-    files = [(root / p).read_bytes().replace(b"\r\n", b"\n") for p in paths]        # the same text on Windows
-    return b"".join(f for i, f in enumerate(files) if i % 10 != 9), b"".join(files[9::10])
+    for i, p in enumerate(paths):
+        text = (root / p).read_bytes().replace(b"\r\n", b"\n")         # the same text on Windows
+        yield ("val" if i % 10 == 9 else "train"), text
 
 
-def split(text: bytes) -> tuple[bytes, bytes]:
-    """(train, val): the last tenth is for validation."""
-    cut = len(text) * 9 // 10
-    return text[:cut], text[cut:]
+def file_pieces(path: Path) -> Iterator[tuple[str, bytes]]:
+    """A file, its last tenth to val. Raises UserError for a file too short for that."""
+    size = path.stat().st_size
+    if size < 10:
+        raise UserError(f"{path} has {size} bytes: expected at least 10, enough for two splits")
+    parts = {"train": size * 9 // 10, "val": size - size * 9 // 10}
+    with open(path, "rb") as file, tqdm(total=size, unit="B", unit_scale=True, desc=path.name, delay=2) as bar:
+        for split, left in parts.items():
+            while piece := file.read(min(PIECE, left)):
+                left -= len(piece)
+                bar.update(len(piece))
+                yield split, piece
 
 
 def download(url: str, sha256: str) -> bytes:
@@ -97,63 +146,126 @@ def check(text: bytes, sha256: str, origin) -> None:
         raise UserError(f"{origin} has SHA-256 {found}: expected {sha256}, fetch it again")
 
 
-def write(folder: Path, train: bytes, val: bytes, source: str) -> dict:
-    """Write both splits and, last, meta.json, each whole or not at all. Returns the meta data."""
-    if not train or not val:
-        raise UserError(f"{source} has {len(train) + len(val)} bytes: expected at least 10, enough for two splits")
-    splits = {"train": train, "val": val}
-    bins = {name: np.frombuffer(text, np.uint8).astype("<u2").tobytes() for name, text in splits.items()}
-    meta = dict(name=folder.name, source=source, vocab_size=256, tokenizer="bytes",
-                tokens={name: len(text) for name, text in splits.items()},
-                sha256={name: hashlib.sha256(content).hexdigest() for name, content in bins.items()})
-    folder.mkdir(parents=True, exist_ok=True)
-    contents = {f"{name}.bin": content for name, content in bins.items()}
-    for file, content in (contents | {"meta.json": json.dumps(meta, indent=1).encode()}).items():
-        with replacing(folder / file) as out:
-            out.write(content)
+SIGNATURES = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16", b"\x1f\x8b\x08": "gzip", b"PK\x03\x04": "zip", b"BZh": "bzip2",
+              b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd", b"%PDF": "PDF"}
+
+
+def warned(pieces: Iterable[tuple[str, bytes]], source: str) -> Iterator[tuple[str, bytes]]:
+    """The same pieces; the first that is not UTF-8 text causes one warning, which says what it may be instead."""
+    decode, kind = codecs.getincrementaldecoder("utf-8")().decode, None
+    for split, piece in pieces:
+        if kind is None:
+            try:
+                decode(piece)
+            except UnicodeDecodeError as error:
+                kind = f"byte {error.object[error.start]:#04x} is no character"
+            if b"\0" in piece:
+                kind = "binary, or UTF-16"
+            if kind is not None:
+                kind = next((name for start, name in SIGNATURES.items() if piece.startswith(start)), kind)
+                print(f"warning: {source} is not UTF-8 text ({kind}): its bytes are taken as they are", file=sys.stderr)
+        yield split, piece
+
+
+def require_own(folder: Path, source: str) -> None:
+    """Raises UserError unless the folder was made from this source, or has nothing in it but a download by hand."""
+    found = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    if not found <= {"input.txt", "meta.json.tmp"} and read_meta(folder).get("source") != source:
+        holds = read_meta(folder).get("source", "files that this program did not make")
+        raise UserError(f"{folder} is not free for {source}, it holds {holds}: rename the source or move that folder away")
+
+
+def write(folder: Path, pieces: Iterable[tuple[str, bytes]], source: str) -> dict:
+    """Write both splits and, last, meta.json. Until then meta.json says that the folder is not to be used."""
+    require_own(folder, source)
+    tokens, sha256 = dict(train=0, val=0), dict(train=hashlib.sha256(), val=hashlib.sha256())
+    with only_writer(folder):
+        with replacing(folder / "meta.json") as file:
+            file.write(json.dumps(dict(source=source, unfinished=True)).encode())
+        with replacing(folder / "train.bin") as train, replacing(folder / "val.bin") as val:
+            for split, piece in pieces:
+                ids = np.frombuffer(piece, np.uint8).astype("<u2").tobytes()
+                dict(train=train, val=val)[split].write(ids)
+                tokens[split] += len(piece)
+                sha256[split].update(ids)
+        meta = dict(name=folder.name, source=source, vocab_size=256, tokenizer="bytes", tokens=tokens,
+                    sha256={split: of.hexdigest() for split, of in sha256.items()},
+                    ends={split: ends(folder / f"{split}.bin") for split in tokens})
+        with replacing(folder / "meta.json") as file:
+            file.write(json.dumps(meta, indent=1).encode())
     return meta
 
 
 def prepare(name: str, folder: Path = HERE) -> dict:
     """Make the data set `name` (pystdlib, shakespeare or the path of a file) below folder. Raises UserError."""
     if name == "pystdlib":
-        train, val = stdlib(Path(sysconfig.get_path("stdlib")))
         source = f"standard library of Python {platform.python_version()}"
-    elif name == "shakespeare":
-        by_hand = folder / name / "input.txt"
-        if by_hand.exists():
-            check(by_hand.read_bytes(), SHAKESPEARE_SHA256, by_hand)
-        train, val = split(by_hand.read_bytes() if by_hand.exists() else download(SHAKESPEARE_URL, SHAKESPEARE_SHA256))
-        source = "tiny Shakespeare"
-    else:
-        path = Path(name)
-        if not path.is_file():
-            raise UserError(f"{name!r} is no file: expected pystdlib, shakespeare or the path of a text file")
-        if path.stem in ("pystdlib", "shakespeare"):
-            raise UserError(f"{name!r} would take the place of the data set {path.stem!r}: rename the file")
-        name, (train, val), source = path.stem, split(path.read_bytes()), path.name
-    return write(folder / name, train, val, source)
+        return write(folder / name, stdlib(Path(sysconfig.get_path("stdlib"))), source)
+    if name == "shakespeare":
+        by_hand, source = folder / name / "input.txt", "tiny Shakespeare"
+        require_own(folder / name, source)
+        text = by_hand.read_bytes() if by_hand.exists() else download(SHAKESPEARE_URL, SHAKESPEARE_SHA256)
+        check(text, SHAKESPEARE_SHA256, by_hand)
+        cut = len(text) * 9 // 10
+        return write(folder / name, [("train", text[:cut]), ("val", text[cut:])], source)
+    path = Path(name).expanduser()
+    if not path.is_file():
+        raise UserError(f"{name!r} is no file: expected pystdlib, shakespeare or the path of a text file")
+    if path.stem in ("pystdlib", "shakespeare") or not path.stem.strip("."):
+        raise UserError(f"{name!r} would make the data set {path.stem!r}, which is no free name: rename the file")
+    source = str(path.resolve())
+    return write(folder / path.stem, warned(file_pieces(path), source), source)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Reading
 
-LLM_C_MAGIC = 20240520                      # llm.c's .bin files start with 256 int32: this, a version, how many tokens
+# First four bytes of a file with a header of 256 int32: this, a version, how many tokens. Then the ids
+LLM_C = {20240520: "<u2", 20240801: "<u4"}
+FOREIGN = SIGNATURES | {b"\x93NUMPY": "NumPy's .npy", b"PAR1": "Parquet", b"\x89HDF": "HDF5", b"MMIDIDX": "a Megatron index"}
+
+
+def layout(path: Path, guess: bool) -> tuple[np.dtype, int, int]:
+    """(type of an id, bytes before the first one, how many) of a .bin file. Raises UserError for any other file.
+
+    With `guess`, where nothing else says what is in it, a headerless file of ids wider than uint16 is recognised.
+    """
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        start = file.read(1 << 16)
+    for signature, kind in FOREIGN.items():
+        if len(signature) > 2 and start.startswith(signature):
+            raise UserError(f"{path} is a file of {kind}: expected nanoGPT's or llm.c's .bin, ids of uint16")
+    magic, _, n = np.frombuffer(start[:12], "<i4").tolist() if size >= 12 else (0, 0, 0)
+    if magic in LLM_C:
+        dtype = np.dtype(LLM_C[magic])
+        if size != 1024 + dtype.itemsize * n:
+            raise UserError(f"{path} has {size} bytes, its header promises {1024 + dtype.itemsize * n} for {n} tokens: "
+                            "it is cut off or damaged, copy it again")
+        return dtype, 1024, n
+    if size % 2:
+        raise UserError(f"{path} has {size} bytes: expected an even number, two for each id; make it again")
+    ids = np.frombuffer(start, "<u2")
+    if guess and len(ids) >= 32 and ids[1::2].max() < 4 <= ids[::2].max():      # the upper halves of small numbers
+        width = "uint32" if ids[2::4].any() else "int64"
+        raise UserError(f"{path} holds {width}, it seems: expected uint16, make it again as such")
+    return np.dtype("<u2"), 0, size // 2
 
 
 class Split:
     """One .bin file. Its ids are checked here, where they enter: the model never looks at them."""
 
-    def __init__(self, path: Path, vocab_size: int, block_size: int):
+    def __init__(self, path: Path, vocab_size: int, block_size: int, tokens: int | None = None):
+        """`tokens`: how many there are to be, if meta.json knows."""
         self.path, self.vocab_size, self.block_size = path, vocab_size, block_size
-        size = path.stat().st_size
-        magic = np.fromfile(path, "<i4", 1)
-        header = 1024 if size >= 1024 and magic == LLM_C_MAGIC else 0                   # bytes
-        n, needed = (size - header) // 2, block_size + 1
-        if n < needed:
-            raise UserError(f"{path}: {path.stem} has {n} tokens, needs at least block_size + 1 = {needed}: "
+        dtype, header, n = layout(path, guess=tokens is None)
+        if tokens not in (None, n):
+            raise UserError(f"{path} has {n} tokens, its meta.json says {tokens}: it was cut off or replaced, "
+                            "make the data again")
+        if n < block_size + 1:
+            raise UserError(f"{path}: {path.stem} has {n} tokens, needs at least block_size + 1 = {block_size + 1}: "
                             "set a smaller --block_size or give more text")
-        self.tokens = np.memmap(path, "<u2", "r", header, (n,))
+        self.tokens = np.memmap(path, dtype, "r", header, (n,))
 
     def windows(self, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Inputs and targets (the inputs one token later), int64 [len(starts), block_size] each."""
@@ -188,6 +300,36 @@ def ends(path: Path) -> str:
     return f"{size} bytes, {digest.hexdigest()}"
 
 
+def read_meta(folder: Path) -> dict:
+    """The folder's meta.json, {} if there is none. Raises UserError that names the field which is wrong."""
+    path = folder / "meta.json"
+    if not path.exists():
+        return {}
+    try:
+        meta = json.loads(path.read_bytes().decode("utf-8-sig"))        # an editor may have put a mark before it
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is no JSON ({error}): make the data again") from None
+    if type(meta) is not dict:
+        raise UserError(f"{path} is of type {type(meta).__name__}: expected an object, make the data again")
+
+    def right(value, kind) -> bool:
+        return type(value) is kind and (kind is str or value >= 1)
+    for field, kind in dict(source=str, vocab_size=int, tokenizer=str).items():
+        if meta.get(field) is not None and not right(meta[field], kind):
+            raise UserError(f"{path}: {field} is {meta[field]!r}, expected {kind.__name__}: make the data again")
+    for field, kind in dict(tokens=int, sha256=str, ends=str).items():
+        of = meta.get(field)
+        if of is not None and not (type(of) is dict and all(right(of.get(split), kind) for split in ("train", "val"))):
+            raise UserError(f"{path}: {field} is {of!r}, expected {kind.__name__} of train and val: make the data again")
+    return meta
+
+
+def find(name: str, folder: Path = HERE) -> Path:
+    """A plain name is a folder below data/, or else of the working directory; all else is a path as in the shell."""
+    plain = Path(name).name == name != ".."
+    return folder / name if plain and (folder / name).is_dir() else Path(name).expanduser()
+
+
 def load(name: str, block_size: int, vocab_size: int | None = None, folder: Path = HERE) -> tuple[dict, Split, Split]:
     """The data set's description and its two splits. Raises UserError.
 
@@ -195,30 +337,33 @@ def load(name: str, block_size: int, vocab_size: int | None = None, folder: Path
     train.bin and val.bin, uint16 with or without llm.c's header. The description says name, vocab_size, tokenizer
     (None if unknown) and what identifies the content: train and val, from meta.json or from the files.
     """
-    if name == "pystdlib" and not (folder / name / "meta.json").exists():
-        prepare(name, folder)
-    path = folder / name if (folder / name).is_dir() else Path(name)
-    missing = [str(path / f"{split}.bin") for split in ("train", "val") if not (path / f"{split}.bin").is_file()]
-    if missing:
-        raise UserError(f"--dataset={name}: no {missing[0]}, make it with: python '{HERE / 'prepare.py'}' "
-                        + ("shakespeare" if name == "shakespeare" else "my.txt (which makes the data set my)"))
-    meta = {}
-    if (path / "meta.json").exists():
-        try:
-            meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))
-            has = meta["vocab_size"]
-        except (ValueError, KeyError, TypeError):
-            raise UserError(f"{path / 'meta.json'}: expected JSON with a vocab_size, make it again") from None
-        if (vocab_size or has) < has:
-            raise UserError(f"--vocab_size={vocab_size}: {path / 'meta.json'} has {has}, give that or more")
-    elif vocab_size is None:                # a meta.pkl is not looked at: unpickling a file can run anything
+    path = find(name, folder)
+    if name == "pystdlib" and (not (path / "train.bin").is_file() or read_meta(path).get("unfinished")):
+        path = folder / prepare(name, folder)["name"]
+    meta = read_meta(path)
+    if meta.get("unfinished"):
+        raise UserError(f"--dataset={name}: {path} is half made, prepare.py did not come to its end: run it again")
+    files = {split: path / f"{split}.bin" for split in ("train", "val")}
+    for file in files.values():
+        if not file.is_file():
+            raise UserError(f"--dataset={name}: no {file}, make it with: python '{HERE / 'prepare.py'}' "
+                            + ("shakespeare" if name == "shakespeare" else "my.txt (which makes the data set my)"))
+    own = meta.get("vocab_size")            # a meta.pkl is not looked at: unpickling a file can run anything
+    if vocab_size is None and own is None:
         raise UserError(f"--dataset={name}: no meta.json in it says the vocabulary, give --vocab_size "
                         "(GPT-2's is 50257)")
-    vocab_size = vocab_size or meta["vocab_size"]
-    description = dict(name=name, vocab_size=meta.get("vocab_size", vocab_size), tokenizer=meta.get("tokenizer"))
-    for split in ("train", "val"):
-        description[split] = meta.get("sha256", {}).get(split) or ends(path / f"{split}.bin")
-    return description, *(Split(path / f"{split}.bin", vocab_size, block_size) for split in ("train", "val"))
+    if own is not None and (vocab_size or own) < own:
+        raise UserError(f"--vocab_size={vocab_size}: {path / 'meta.json'} has {own}, give that or more")
+    vocab_size = vocab_size or own
+    tokens = meta.get("tokens") or {}
+    splits = [Split(file, vocab_size, block_size, tokens.get(split)) for split, file in files.items()]
+    description = dict(name=name, vocab_size=own or vocab_size, tokenizer=meta.get("tokenizer"))
+    for split, file in files.items():
+        found = ends(file)
+        if meta.get("ends") and meta["ends"][split] != found:
+            raise UserError(f"{file} is not the file that its meta.json was made for: make the data again")
+        description[split] = meta["sha256"][split] if meta.get("sha256") else found
+    return description, *splits
 
 
 def require_same(data: dict, trained_on: dict) -> None:
@@ -230,18 +375,23 @@ def require_same(data: dict, trained_on: dict) -> None:
 
 
 def main(argv: list[str]) -> int:
-    if len(argv) != 1 or argv[0].startswith("-"):
-        print(__doc__.strip())
-        return 0 if argv in (["-h"], ["--help"]) else 2
+    parser = argparse.ArgumentParser("prepare.py", description=__doc__.strip(),
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("source", nargs="+", help="pystdlib, shakespeare, or the path of a file")
+    sources = parser.parse_args(argv).source
     try:
-        meta = prepare(argv[0])
+        if len(sources) > 1:
+            raise UserError(f"{len(sources)} sources: expected one, join files first: cat {shlex.join(sources)} > all.txt")
+        meta = prepare(sources[0])
     except (UserError, OSError) as error:
         print(f"prepare.py: {error}", file=sys.stderr)
         return 2
+    val = "every tenth file" if meta["name"] == "pystdlib" else "its last tenth"
     print(f"data/{meta['name']}: {meta['tokens']['train']:,} training and {meta['tokens']['val']:,} validation tokens "
-          f"from {meta['source']}")
+          f"({val}) from {meta['source']}; train with --dataset={shlex.quote(meta['name'])}")
     return 0
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="backslashreplace")           # a name that the terminal cannot spell is no error
     sys.exit(main(sys.argv[1:]))
