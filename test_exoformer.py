@@ -1027,6 +1027,10 @@ def test_prepare_writes_into_its_own_folder_alone(tmp_path):
         with pytest.raises(prepare.UserError) as error:
             prepare.prepare(str(texts[name]), data)
         assert says(error.value, words) and files() == before, error.value
+    texts["a.txt"].write_bytes(b"too few")
+    with pytest.raises(prepare.UserError, match="a.txt has 7 bytes: expected at least 10"):
+        prepare.prepare(str(texts["a.txt"]), data)
+    assert len(prepare.load("a", 1, folder=data)[1].tokens) == 17       # as it was
     texts["a.txt"].write_bytes(b"another text, longer")
     assert prepare.prepare(str(texts["a.txt"]), data)["tokens"] == dict(train=18, val=2)
     with prepare.only_writer(data / "a"), pytest.raises(prepare.UserError, match="another process"):

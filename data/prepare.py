@@ -170,24 +170,25 @@ def warned(pieces: Iterable[tuple[str, bytes]], source: str) -> Iterator[tuple[s
 def require_own(folder: Path, source: str) -> None:
     """Raises UserError unless the folder was made from this source, or has nothing in it but a download by hand."""
     found = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-    if not found <= {"input.txt", "meta.json.tmp"} and read_meta(folder).get("source") != source:
+    free = {"input.txt", "meta.json.tmp", "train.bin.tmp", "val.bin.tmp"}       # .tmp: a kill left it
+    if not found <= free and read_meta(folder).get("source") != source:
         holds = read_meta(folder).get("source", "files that this program did not make")
         raise UserError(f"{folder} is not free for {source}, it holds {holds}: rename the source or move that folder away")
 
 
 def write(folder: Path, pieces: Iterable[tuple[str, bytes]], source: str) -> dict:
-    """Write both splits and, last, meta.json. Until then meta.json says that the folder is not to be used."""
+    """Write both splits and meta.json. While they take their places, meta.json says that the folder is unfinished."""
     require_own(folder, source)
     tokens, sha256 = dict(train=0, val=0), dict(train=hashlib.sha256(), val=hashlib.sha256())
     with only_writer(folder):
-        with replacing(folder / "meta.json") as file:
-            file.write(json.dumps(dict(source=source, unfinished=True)).encode())
         with replacing(folder / "train.bin") as train, replacing(folder / "val.bin") as val:
             for split, piece in pieces:
                 ids = np.frombuffer(piece, np.uint8).astype("<u2").tobytes()
                 dict(train=train, val=val)[split].write(ids)
                 tokens[split] += len(piece)
                 sha256[split].update(ids)
+            with replacing(folder / "meta.json") as file:
+                file.write(json.dumps(dict(source=source, unfinished=True)).encode())
         meta = dict(name=folder.name, source=source, vocab_size=256, tokenizer="bytes", tokens=tokens,
                     sha256={split: of.hexdigest() for split, of in sha256.items()},
                     ends={split: ends(folder / f"{split}.bin") for split in tokens})
