@@ -37,6 +37,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 COMPONENTS = "qkvg"             # query, key, value, gate logit
+TINY = torch.finfo(torch.float32).tiny
 Components = dict[str, Tensor]  # {s: [B, T, h, d_h]}, s a letter of COMPONENTS
 
 
@@ -420,8 +421,10 @@ class ExoFormer(nn.Module):
             if temperature == 0:
                 chunk = logits.argmax(-1, keepdim=True)         # [B, 1]
             else:
-                logits, ids = logits.topk(min(top_k or V, V))   # [B, top_k], likeliest first
-                probs = F.softmax((logits - logits[:, :1]) / temperature, dim=-1)   # no overflow
+                logits, ids = logits.topk(min(top_k or V, logits.size(-1)))     # likeliest first
+                # No overflow, as none is above 0; no 0 / 0 at the smallest temperatures.
+                logits = (logits - logits[:, :1]) / max(temperature, TINY)
+                probs = F.softmax(logits, dim=-1)               # [B, top_k]
                 chunk = ids.gather(1, torch.multinomial(probs, 1, generator=generator))     # [B, 1]
             context = torch.cat((context, chunk), dim=1)
             yield chunk.squeeze(1)
@@ -477,20 +480,21 @@ def check(config: Config) -> None:
         kinds = (int, float) if field.type is float else (field.type,)
         refuse(type(value) not in kinds, f"{field.name}={value!r}: expected {field.type.__name__}")
         if field.type is int and field.name != "anchor_layer":
-            refuse(value < 1, f"{field.name}={value}: expected 1 or more")
+            refuse(not 1 <= value <= 2**24, f"{field.name}={value}: expected 1 to {2**24}")
+    theta, eps = config.rope_theta, config.norm_eps
+    refuse(not 0 < theta <= 1e30, f"rope_theta={theta}: expected above 0, at most 1e30")
+    refuse(not 0 <= eps <= 1, f"norm_eps={eps}: expected 0 to 1")
     for name in ("mix", "anchor_norm", "post_norm"):            # "GV" becomes "vg", "none" ""
         value = getattr(config, name)
         letters = "" if value == "none" else value.lower()
         refuse(not set(letters) <= set(COMPONENTS),
-               f"{name}={value!r}: expected letters of {COMPONENTS!r}, or 'none'")
+               f"{name}={value!r}: expected letters of {COMPONENTS!r}"
+               + (", or 'none'" if name != "post_norm" else ""))
         in_order = "".join(s for s in COMPONENTS if s in letters)
         object.__setattr__(config, name, in_order)              # Config is frozen
     one_of("anchor", config.anchor, ("none", "internal", "exogenous"))
     one_of("granularity", config.granularity, ("scalar", "headwise", "elementwise"))
     one_of("post_norm", config.post_norm or "none", ("qk", "qkv", "qkvg"))
-    theta, eps = config.rope_theta, config.norm_eps
-    refuse(not 0 < theta < inf, f"rope_theta={theta}: expected a finite number above 0")
-    refuse(not 0 <= eps < inf, f"norm_eps={eps}: expected a finite number, 0 or more")
     sizes = f"n_embd={config.n_embd} with n_head={config.n_head}"
     refuse(config.n_embd % config.n_head != 0, f"{sizes}: make n_embd a multiple of n_head")
     refuse(config.d_h % 2 != 0, f"{sizes}: RoPE pairs channels, make n_embd / n_head even")
