@@ -327,7 +327,7 @@ def test_anchors_of_H_k(k):
 @pytest.mark.parametrize("change, words", [
     (dict(n_embd=30, n_head=4), "n_embd=30 n_head=4"),
     (dict(n_embd=6, n_head=2), "n_embd=6 n_head=2 even"),
-    (dict(n_layer=0), "n_layer=0 1 or more"),
+    (dict(n_layer=0), "n_layer=0 1 to"),
     (dict(n_layer=2.0), "n_layer=2.0 int"),
     (dict(gate="no"), "gate='no' bool"),
     (dict(mix=None), "mix=None str"),
@@ -1137,7 +1137,12 @@ def lab(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def run(*flags, out="out", code=0):
-        assert train.main([*TINY, "--dataset=d", f"--out_dir={out}", *flags]) == code
+        flags = [*TINY, "--dataset=d", f"--out_dir={out}", *flags]
+        if "--eval_only" in flags:
+            flags = [flag for flag in flags if not re.match("--(log_int|warmup|eval_int|max_new)", flag)]
+        elif "--init_from=resume" not in flags:
+            flags.append("--overwrite")
+        assert train.main(flags) == code
         with open(tmp_path / out / "log.csv", newline="") as file:
             return list(csv.DictReader(file))
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -1198,12 +1203,13 @@ def test_axes_reach_the_model(lab):
 def test_presets():
     """A device has its preset, every preset builds its model, flags override its values; nanoGPT's sizes are kept."""
     for device, name in (("cpu", "cpu"), ("cuda", "gpu")):
-        options, flags = train.settle({}, None, torch.device(device))
-        assert options.preset == name and flags.items() <= train.PRESETS[name].items()
+        options, config = train.settle({}, None, torch.device(device))
+        assert options.preset == name and asdict(config).items() >= {
+            key: value for key, value in train.PRESETS[name].items() if key in train.MODEL_FLAGS}.items()
     for name, row in train.PRESETS.items():
-        options, flags = train.settle(dict(preset=name, n_embd=64, muon_lr=0.5), None, torch.device("cpu"))
-        assert (flags["n_embd"], options.muon_lr) == (64, 0.5) and options.batch_size == row["batch_size"]
-        assert Config.variant(options.variant, **flags | dict(n_embd=row["n_embd"])).n_layer == row["n_layer"]
+        options, config = train.settle(dict(preset=name, n_embd=96, muon_lr=0.5), None, torch.device("cpu"))
+        assert (config.n_embd, options.muon_lr) == (96, 0.5) and options.batch_size == row["batch_size"]
+        assert config.n_layer == row["n_layer"] and replace(config, n_embd=row["n_embd"]).block_size == row["block_size"]
     sizes = itemgetter("n_layer", "n_head", "n_embd", "block_size", "dataset")
     assert sizes(train.PRESETS["shakespeare-cpu"]) == (4, 4, 128, 64, "shakespeare")
     assert sizes(train.PRESETS["shakespeare-gpu"]) == (6, 6, 384, 256, "shakespeare")
@@ -1356,12 +1362,12 @@ def test_mfu(lab, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Abacus")
     assert math.isnan(train.peak_flops(cuda, "bfloat16"))
     lab("--max_iters=2")
-    assert "MFU n/a" in capsys.readouterr().err
+    assert "MFU n/a" in capsys.readouterr().out
     monkeypatch.setattr(train.time, "perf_counter", itertools.count().__next__)         # a step takes a second
     config = Config.variant("exoformer-dynamic", n_layer=2, n_head=2, n_embd=32, block_size=16)
     monkeypatch.setattr(train, "peak_flops", lambda *_: ExoFormer(config).flops_per_token() * 4 * 16 / 0.37)
     lab("--max_iters=2")
-    assert "64 tokens/s, MFU 37%" in capsys.readouterr().err
+    assert "64 tokens/s, MFU 37%" in capsys.readouterr().out
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1422,10 +1428,335 @@ def test_signal_handlers_are_restored(lab, monkeypatch):
         at_step(patch, 1, lambda: 1 / 0)
         lab("--max_iters=2")
     assert handlers() == mine
-    lab("--max_iters=2", "--muon_lr=1e30", "--momentum=0", "--adamw_lr=1e30", code=2)
+    with monkeypatch.context() as patch:
+        at_step(patch, 1, lambda: train.require_finite(dict(loss=math.nan), 1, train.Options()))
+        lab("--max_iters=2", code=2)
     assert handlers() == mine
     lab("--eval_only")
     assert handlers() == mine
+
+
+def test_a_finished_run_is_not_overwritten(lab, capsys):
+    """Starting again from scratch where a run's files lie is refused before anything is touched, naming three ways on;
+    --overwrite deletes that run, so that a kill before the first save leaves nothing to resume by mistake.
+    """
+    lab("--max_iters=2")
+    before = {path: path.read_bytes() for path in Path("out").iterdir()}
+    start = [*TINY, "--dataset=d", "--out_dir=out"]
+    for gone in (None, "last.pt"):                                      # best.pt alone is worth keeping as well
+        if gone:
+            before.pop(Path("out", gone))
+            Path("out", gone).unlink()
+        capsys.readouterr()
+        assert train.main([*start, "--max_iters=1"]) == 2
+        assert says(capsys.readouterr().err.strip(), "--out_dir=out --init_from=resume another --overwrite")
+        assert {path: path.read_bytes() for path in Path("out").iterdir()} == before
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
+        at_step(patch, 1, lambda: 1 / 0)
+        train.main([*start, "--max_iters=3", "--overwrite"])
+    assert [path.name for path in Path("out").iterdir()] == ["log.csv"]
+    assert train.main([*start, "--max_iters=1"]) == 0                   # a log alone is no run
+
+
+def test_only_a_runs_own_files_are_removed(lab, capsys):
+    """Other files in out_dir stay, *.tmp too; a log.csv that is not a run's is refused."""
+    Path("out").mkdir()
+    for name in ("mine.tmp", "notes.tmp", "last.pt.old"):
+        Path("out", name).write_bytes(b"mine")
+    lab("--max_iters=1")
+    lab("--max_iters=2", "--init_from=resume")
+    assert all(Path("out", name).read_bytes() == b"mine" for name in ("mine.tmp", "notes.tmp", "last.pt.old"))
+    Path("other").mkdir()
+    Path("other/log.csv").write_bytes(b"day,weight\n1,70\n")
+    capsys.readouterr()
+    assert train.main([*TINY, "--dataset=d", "--out_dir=other"]) == 2
+    assert "other/log.csv" in capsys.readouterr().err
+    assert Path("other/log.csv").read_bytes() == b"day,weight\n1,70\n"
+
+
+def test_two_runs_cannot_share_a_folder(lab, capsys):
+    """While a run is at work in out_dir, a second one there is refused."""
+    refused = []
+    with pytest.MonkeyPatch.context() as patch:
+        at_step(patch, 0, lambda: refused or refused.append(train.main([*TINY, "--dataset=d", "--max_iters=1"])))
+        assert train.main([*TINY, "--dataset=d", "--max_iters=2"]) == 0
+    assert refused == [2] and "another process is writing into out" in capsys.readouterr().err
+    assert saved()["step"] == 2
+
+
+class Broken(io.StringIO):
+    """A pipe that nobody reads any more, or a stream that cannot spell a character."""
+    error = BrokenPipeError("nobody reads")
+
+    def write(self, _):
+        raise self.error
+    flush = close = lambda *_: None
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError("a pipe"), OSError(5, "a terminal"), OSError(28, "a disk"),
+                                   UnicodeEncodeError("ascii", "λ", 0, 1, "a character"), ValueError("closed")])
+def test_output_never_costs_a_step(lab, monkeypatch, error):
+    """With stdout and stderr broken, a signal is answered as ever: the step is done, saved and resumed, bit for bit."""
+    lab("--max_iters=20", out="whole")
+    broken = Broken()
+    broken.error = error
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as end:
+        patch.setattr(sys, "stdout", broken)
+        patch.setattr(sys, "stderr", broken)
+        at_step(patch, 13, lambda: signal.raise_signal(signal.SIGHUP))
+        train.main([*TINY, "--dataset=d", "--max_iters=20"])
+    assert end.value.code == 128 + signal.SIGHUP and saved()["step"] == 14
+    lab("--max_iters=20", "--init_from=resume")
+    assert_same_run("whole", "out")
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="needs SIGHUP")
+def test_an_ignored_signal_stays_ignored(lab, monkeypatch):
+    """Under nohup a closed terminal does not stop the run."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        at_step(monkeypatch, 1, lambda: signal.raise_signal(signal.SIGHUP))
+        lab("--max_iters=3")
+        assert saved()["step"] == 3 and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_log_that_cannot_be_written_is_a_warning(lab, monkeypatch, capsys):
+    """A full disk or a spreadsheet that holds log.csv costs rows, never steps."""
+    def lock():
+        Path("out/log.csv").unlink()
+        Path("out/log.csv").mkdir()                                     # as root, a folder is what refuses to open
+    at_step(monkeypatch, 5, lock)
+    assert train.main([*TINY, "--dataset=d", "--max_iters=8"]) == 0
+    assert capsys.readouterr().err.count("is not in out/log.csv") == 3 and saved()["step"] == 8
+
+
+def test_a_locked_checkpoint_is_a_warning(lab, monkeypatch, capsys):
+    """As under Windows' virus scanners: renaming is tried again, then the run goes on without that save; a last save
+    that fails is an error. What a lock or kill between last.pt and best.pt left undone, resuming makes up for.
+    """
+    lab("--max_iters=20", "--eval_interval=5", out="whole")
+    waits, locked = [], {"out/best.pt": 99}
+
+    def replace(old, new, original=os.replace):
+        name = str(new).replace(os.sep, "/")
+        if locked.get(name, 0) > 0:
+            locked[name] -= 1
+            raise PermissionError(f"{name} is in use")
+        original(old, new)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", replace)
+        patch.setattr(prepare.time, "sleep", waits.append)
+        at_step(patch, 17, lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            train.main([*TINY, "--dataset=d", "--eval_interval=5", "--max_iters=20"])
+        assert not Path("out/best.pt").exists() and saved()["step"] == 15
+        assert capsys.readouterr().err.count("warning: out/best.pt is not saved") == 3 and 2 < sum(waits[:4]) < 10
+    lab("--max_iters=20", "--init_from=resume")
+    assert_same_run("whole", "out")
+    with monkeypatch.context() as patch:
+        locked = {"out/last.pt": 2}
+        patch.setattr(os, "replace", replace)
+        patch.setattr(prepare.time, "sleep", waits.append)
+        assert train.main(["--init_from=resume", "--max_iters=21", "--device=cpu"]) == 0     # the third try
+        locked["out/last.pt"] = 99
+        assert train.main(["--init_from=resume", "--max_iters=22", "--device=cpu"]) == 2
+    assert saved()["step"] == 21
+
+
+def test_a_kill_between_the_checkpoints_loses_no_best(lab, monkeypatch):
+    """last.pt is saved first; a run killed before best.pt is, resumes with the right best.pt."""
+    losses = {2: 3.0, 4: 2.0, 6: 2.5}
+    names = []
+
+    def save(path, checkpoint, original=train.save):
+        names.append(path.name)
+        if checkpoint["step"] == 4 and path.name == "best.pt":
+            raise ZeroDivisionError
+        original(path, checkpoint)
+    steps = iter((2, 4, 6))
+    monkeypatch.setattr(train, "evaluate", lambda *_: losses[next(steps)])
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(train, "save", save)
+        lab("--max_iters=6", "--eval_interval=2")
+    assert names == ["last.pt", "best.pt"] * 2 and saved("best")["step"] == 2
+    lab("--max_iters=6", "--eval_interval=2", "--init_from=resume")
+    assert (saved("best")["step"], saved("best")["val_loss"], saved()["step"]) == (4, 2.0, 6)
+
+
+def test_a_log_that_was_opened_elsewhere(lab, capsys):
+    """A spreadsheet's mark and line ends are no harm; foreign rows are dropped with one warning; another header stops."""
+    lab("--max_iters=20", out="whole")
+    lab("--max_iters=10")
+    path = Path("out/log.csv")
+    lines = path.read_text(encoding="utf-8").splitlines()
+    lines[5:5] = ["a note of mine", "3,5", "4;5;6;7;8;9;1"]
+    path.write_bytes("\r\n".join(["\ufeff" + lines[0], *lines[1:], ""]).encode())
+    capsys.readouterr()
+    lab("--max_iters=20", "--init_from=resume")
+    assert capsys.readouterr().err.count("dropped 3 rows that are not a run's: 'a note of mine'") == 1
+    assert [row[:1] for row in csv.reader(path.open())] == [["step"], *([str(n)] for n in range(1, 21))]
+    path.write_bytes(b"\xff\xfe" + path.read_bytes())
+    assert train.main(["--init_from=resume", "--max_iters=21", "--device=cpu"]) == 2
+    assert "log.csv does not begin with step," in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("part", train.PARTS)
+def test_a_checkpoint_without_a_part_is_one_line(lab, capsys, part):
+    """Whatever part of a checkpoint is missing or of another type, one line names file and part."""
+    lab("--max_iters=1")
+    checkpoint = saved()
+    for content in ({key: value for key, value in checkpoint.items() if key != part}, checkpoint | {part: "x"}):
+        torch.save(content, "out/last.pt")
+        capsys.readouterr()
+        assert train.main(["--init_from=resume", "--max_iters=2", "--device=cpu"]) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and "out/last.pt" in error and part in error, error
+
+
+def test_a_checkpoint_of_other_versions(lab, capsys):
+    """A flag that a checkpoint does not know has its default; one or a part that train.py does not know is a warning; a
+    state of the optimizers that does not fit is one line.
+    """
+    lab("--max_iters=1")
+    checkpoint = saved()
+    del checkpoint["options"]["grad_clip"], checkpoint["config"]["norm_eps"]
+    checkpoint["options"]["colour"] = "red"
+    torch.save(checkpoint | dict(wandb_id="x"), "out/last.pt")
+    capsys.readouterr()
+    assert train.main(["--init_from=resume", "--max_iters=2", "--device=cpu"]) == 0
+    assert re.findall(r"has '(\w+)', which train.py does not know", capsys.readouterr().err) == ["wandb_id", "colour"]
+    assert saved()["options"]["grad_clip"] == 1.0 and "colour" not in saved()["options"]
+    state = saved()["optimizer_state"]
+    name = "embed.weight"
+    for broken in ({key: value for key, value in state.items() if key != name}, state | {"other": {}},
+                   state | {name: {"exp_avg": torch.zeros(3)}}):
+        torch.save(saved() | dict(optimizer_state=broken), "out/broken.pt")
+        shutil.copy("out/last.pt", "keep.pt")
+        shutil.move("out/broken.pt", "out/last.pt")
+        assert train.main(["--init_from=resume", "--max_iters=3", "--device=cpu"]) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and "optimizer_state" in error and ("other" in error or name in error), error
+        shutil.move("keep.pt", "out/last.pt")
+
+
+def test_a_changed_exoformer_is_not_called_damage(lab, monkeypatch, capsys):
+    """After a learner's change, resume and --sample name what is missing or extra; a mistake in it shows where it is."""
+    lab("--max_iters=1")
+
+    class Changed(ExoFormer):
+        def __init__(self, config):
+            super().__init__(config)
+            del self.norm.weight
+            self.bias = torch.nn.Parameter(torch.zeros(3))
+    command = ["--init_from=resume", "--max_iters=2", "--device=cpu"]
+    for flags in (command, ["--sample=x", "--device=cpu"]):
+        with monkeypatch.context() as patch:
+            patch.setattr(train, "ExoFormer", Changed)
+            capsys.readouterr()
+            assert train.main(flags) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and "damaged" not in error, error
+        assert all(word in error for word in ("another exoformer.py", "lacks bias", "has norm.weight", "train again")), error
+    for broken in (NameError, ValueError, TypeError):
+        with monkeypatch.context() as patch, pytest.raises(broken):
+            def typo(config, broken=broken):
+                raise broken("a typo")
+            patch.setattr(train, "ExoFormer", typo)
+            train.main(command)
+        with monkeypatch.context() as patch, pytest.raises(broken):
+            patch.setattr(train, "ExoFormer", typo)
+            train.main([*TINY, "--dataset=d", "--out_dir=new"])
+
+
+def test_extending_a_run_says_that_rates_rise(lab, capsys):
+    """A finished run that is extended leaves its decay, which is said; one that is not is silent."""
+    lab("--max_iters=10")
+    capsys.readouterr()
+    lab("--max_iters=30", "--init_from=resume")
+    assert "the rates rise again, from 0.10 to 1.00 of their peaks" in capsys.readouterr().out
+
+
+def test_fine_tuning(lab, capsys):
+    """--init_from=FILE begins a new run with that model's weights alone, on other data, with a longer context if asked;
+    other flags of the model are refused.
+    """
+    lab("--max_iters=5", "--variant=exoformer", out="first")
+    write_data(Path("e"), b"a lazy dog sleeps. " * 200, b"a lazy dog sleeps. " * 20)
+    flags = [flag for flag in TINY if not re.match("--(n_|block)", flag)] + ["--dataset=e", "--init_from=first/best.pt"]
+    capsys.readouterr()
+    weights = []
+    with pytest.MonkeyPatch.context() as patch:
+        def first(net, *args, original=train.training_step):
+            weights.append(copy.deepcopy(net.state_dict()))
+            return original(net, *args)
+        patch.setattr(train, "training_step", first)
+        assert train.main([*flags, "--max_iters=3", "--block_size=24"]) == 0
+    assert "trained on 16 tokens of context" in capsys.readouterr().err
+    torch.testing.assert_close(weights[0], saved("best", "first")["model"], rtol=0, atol=0)
+    assert (saved()["step"], saved()["config"]["block_size"], saved()["options"]["variant"]) == (3, 24, "exoformer")
+    assert saved()["data"]["name"] == "e"
+    assert train.main([*flags, "--max_iters=3"]) == 2                   # the folder has a run
+    assert train.main([*flags, "--out_dir=new", "--n_layer=3"]) == 2 and train.main([*flags, "--out_dir=new", "--mix=q"]) == 2
+    meta = json.loads(Path("e/meta.json").read_text(encoding="utf-8"))
+    Path("e/meta.json").write_text(json.dumps(meta | dict(vocab_size=300)), encoding="utf-8")
+    capsys.readouterr()
+    assert train.main([*flags, "--out_dir=new"]) == 2
+    assert says(capsys.readouterr().err.strip(), "256 e/meta.json 300")
+
+
+def test_samples_as_users_ask_for_them(lab, capsys):
+    """A prompt from a file, one that begins with @, several samples, a stop text, a longer context, no ids that no byte
+    spells although the vocabulary has them.
+    """
+    lab("--max_iters=3", "--vocab_size=300")
+    capsys.readouterr()
+    Path("prompt.txt").write_bytes("thé quick".encode())
+    base = ["--device=cpu", "--max_new_tokens=40"]
+
+    def out(*flags):
+        assert train.main([*base, *flags]) == 0
+        return capsys.readouterr().out
+    assert out("--sample=@prompt.txt").startswith("thé quick") and out("--sample=@@fox").startswith("@fox")
+    several = out("--sample=x", "--num_samples=3", "--temperature=1000").split("-" * 20)
+    assert len(several) == 3 and len(set(several)) == 3
+    whole = out("--sample=the ", "--temperature=0").removesuffix("\n")
+    stop = whole[10:12]
+    assert out("--sample=the ", "--temperature=0", f"--stop={stop}") == whole[:whole.index(stop, 4) + 2] + "\n"
+    assert len(out("--sample=x", "--block_size=64")) > 10
+    assert out("--sample=the ", "--temperature=1e-45") == whole + "\n" == out("--sample=the ", "--temperature=1e-300")
+
+
+def test_perplexity_overflows_to_inf():
+    assert train.report(710.0) == "validation loss 710.0000 nats per token, perplexity inf"
+    assert train.report(math.log(2)).endswith("perplexity 2.000")
+
+
+def test_too_large_a_size_is_one_line(lab, monkeypatch, capsys):
+    """Memory that runs out, the CPU's or a GPU's, is one line that names the flags to lower."""
+    for error in (RuntimeError("DefaultCPUAllocator: can't allocate memory"), torch.OutOfMemoryError("CUDA"), MemoryError()):
+        with monkeypatch.context() as patch:
+            def fails(*_, error=error):
+                raise error
+            patch.setattr(train, "training_step", fails)
+            assert train.main([*TINY, "--dataset=d", "--max_iters=1"]) == 2
+        last = capsys.readouterr().err.strip().splitlines()[-1]
+        assert all(word in last for word in ("memory", "--batch_size", "--block_size", "--n_embd", "--n_layer")), last
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="another"):
+        patch.setattr(train, "training_step", lambda *_: exec("raise RuntimeError('another')"))
+        train.main([*TINY, "--dataset=d", "--max_iters=1"])
+
+
+def test_help_shows_every_default(capsys):
+    """--help has the default of each flag, the model's too."""
+    with pytest.raises(SystemExit):
+        train.main(["--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    for name, f in (train.OPTIONS | train.MODEL_FLAGS).items():
+        kind = re.escape("[true|false]" if f.type is bool else f.type.__name__)
+        about = re.search(rf"--{name} {kind} (.*?)(?= --\w+ (?:str|int|float|\[true)|$)", shown)
+        assert about and (f.default is None or f"default: {f.default}" in about[1]), (name, about)
 
 
 def test_train_is_a_function(lab):
@@ -1615,7 +1946,7 @@ def test_resume_takes_its_options_from_the_checkpoint(lab, monkeypatch, capsys):
     assert groups[0]["peak_lr"] == train.PRESETS["gpu"].get("muon_lr", train.Options.muon_lr)
     assert itemgetter("variant", "batch_size", "dataset", "max_iters")(saved()["options"]) == ("gated", 4, "d", 3)
     for flag, words in (("--n_layer=5", "n_layer=5 2"), ("--variant=base", "variant=base gated"),
-                        ("--mix=q", "mix=q VG"), ("--n_head=5", "n_head=5 2"), ("--preset=cpu", "preset=cpu gpu"),
+                        ("--mix=q", "mix=q vg"), ("--n_head=5", "n_head=5 2"), ("--preset=cpu", "preset=cpu gpu"),
                         ("--vocab_size=9", "vocab_size=9 256")):
         assert train.main([*resume, flag]) == 2
         error = capsys.readouterr().err
@@ -1656,7 +1987,8 @@ def test_a_damaged_or_foreign_checkpoint_is_one_line(lab, capsys, content):
     capsys.readouterr()
     assert train.main(["--init_from=resume", "--max_iters=2", "--device=cpu"]) == 2
     error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "last.pt is damaged or no checkpoint of train.py" in error, error
+    kind = "was saved with another exoformer.py" if content == "weights" else "is damaged or no checkpoint of train.py"
+    assert error.count("\n") == 1 and f"last.pt {kind}" in error, error
 
 
 @pytest.mark.parametrize("what", ["loss", "gradient norm", "validation loss"])
@@ -1788,15 +2120,17 @@ def test_scripts_run_as_users_run_them(tmp_path):
     assert prepared.returncode == 0 and "1,890 training and 210 validation tokens" in prepared.stdout
     flags = [*" ".join(TINY).replace("=", " ").split(), "--dataset", "my text", "--out_dir", "o u t"]
     trained = run("a folder/train.py", *flags, "--max_iters", "1")
+    assert "it/s" not in trained.stderr                                 # no progress bar in a file
     assert trained.returncode == 0 and (tmp_path / "o u t" / "last.pt").exists(), trained.stderr
     assert "--granularity" in run("a folder/train.py", "--help").stdout
     failed = run("a folder/data/prepare.py", "nothing.txt")
     assert failed.returncode == 2 and failed.stderr.count("\n") == 1 and "Traceback" not in failed.stderr
 
-    process = subprocess.Popen([sys.executable, "a folder/train.py", *flags, "--max_iters", "1000000"], cwd=tmp_path,
+    process = subprocess.Popen([sys.executable, "a folder/train.py", *flags, "--max_iters", "1000000", "--overwrite"], cwd=tmp_path,
                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8")
-    while "100" not in process.stderr.readline(200):                    # the progress bar is at work
-        pass
+    log = tmp_path / "o u t" / "log.csv"
+    while log.read_text(encoding="utf-8").count("\n") < 5:              # it is at work
+        time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate()
     assert process.returncode == 143 and "Traceback" not in err
@@ -1858,12 +2192,25 @@ def test_sample_streams_a_continuation(lab, capsys):
 @pytest.mark.parametrize("flags, words", [
     ("--n_layr=3", "--n_layr=3 --n_layer"),
     ("--batch_size=many", "batch_size int 'many'"),
-    ("--compile=perhaps", "compile boolean 'perhaps'"),
+    ("--compile=perhaps", "compile 'perhaps' true false"),
     ("--batch_size=0", "--batch_size=0 1"),
     ("--n_layer=-1", "--n_layer=-1 1"),
     ("--vocab_size=0", "--vocab_size=0 1"),
-    ("--muon_lr=nan", "--muon_lr=nan finite"),
-    ("--temperature=inf", "--temperature=inf finite"),
+    ("--muon_lr=nan", "--muon_lr=nan 0 to 1000"),
+    ("--temperature=inf", "--temperature=inf 0 to 1000"),
+    ("--momentum=1", "--momentum=1 0.9999"),
+    ("--decay_share=1.5", "--decay_share=1.5 0 to 1"),
+    ("--seed=9223372036854775808", "--seed=9223372036854775808"),
+    ("--n_layer=99999999", "--n_layer=99999999 16777216"),
+    ("--batch_size=100000000", "--batch_size=100000000 --block_size GiB lower"),
+    ("--learning_rate=0.1", "--learning_rate --muon_lr --adamw_lr"),
+    ("--lr_decay_iters=5", "--lr_decay_iters --decay_share"),
+    ("--post_norm=none", "--post_norm='none' qk, qkv, qkvg"),
+    ("config/train_shakespeare.py", "config/train_shakespeare.py --name=value"),
+    ("--eval_only --muon_lr=0.1", "has no effect --eval_only drop"),
+    ("--overwrite --init_from=resume", "--overwrite no effect --init_from=resume"),
+    ("--device=mps", "--device=mps not supported --device=cpu"),
+    ("--init_from=nothing.pt", "--init_from=nothing.pt scratch resume file"),
     ("--preset=tpu", "--preset=tpu shakespeare-cpu"),
     ("--variant=exofromer", "exofromer 'exoformer'"),
     ("--n_head=5", "n_embd=32 n_head=5"),
@@ -1875,38 +2222,42 @@ def test_sample_streams_a_continuation(lab, capsys):
     ("--out_dir=d/meta.json --max_iters=1", "--out_dir=d/meta.json another"),
     ("--dtype=float8", "--dtype=float8 bfloat16"),
     ("--init_from=gpt2", "--init_from=gpt2 resume"),
+    ("--sample=x --eval_only", "--sample --eval_only one"),
     ("--init_from=resume --out_dir=empty", "empty train"),
     ("--sample=x --out_dir=empty", "empty train"),
-    ("--adamw_lr=1e38", "loss nan adamw_lr"),
+    ("--sample=x --block_size=8 --batch_size=3", "--batch_size no effect --sample"),
+    ("--sample=@none.txt", "none.txt @@"),
 ])
 def test_user_errors_are_one_line(lab, capsys, monkeypatch, flags, words):
     """A user's mistake prints one line on stderr with the value and the remedy, exit code 2, no traceback."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(train, "tqdm", lambda steps, **_: tqdm(steps, disable=True))
-    assert train.main([*TINY, "--dataset=d", *flags.split()]) == 2
+    flags = flags.split()
+    assert train.main(flags if "--sample=" in flags[0] else [*TINY, "--dataset=d", *flags]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and all(word in error for word in words.split()), error
 
 
 def test_precision_fits_the_hardware(monkeypatch):
     """bfloat16 by default only where it is native: compute capability 8 (is_bf16_supported() counts emulation), or
-    AVX-512 with BF16 on a CPU; on an older GPU float32 with TF32, which a CPU never gets.
+    AVX-512 with BF16 on a CPU; float32 is TF32 on such a GPU, never on an older one or on a CPU.
     """
     cuda, cpu, precision = torch.device("cuda", 0), torch.device("cpu"), []
     monkeypatch.setattr(torch, "set_float32_matmul_precision", precision.append)
-    for capability, native in (((7, 5), False), ((8, 0), True), ((9, 0), True)):
+    for capability, native in (((8, 0), True), ((9, 0), True), ((7, 5), False)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *_: True)
         assert train.native_bfloat16(cuda) == native
         assert train.pick_dtype("auto", cuda) == ("bfloat16" if native else "float32")
-        assert precision == ["high"]
+        assert not precision                    # TF32 came with compute capability 8 as well
     for level, flag, native in (("AVX512", True, True), ("AVX2", True, False), ("AVX512", False, False)):
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda level=level: level)
         monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda flag=flag: flag)
         assert train.native_bfloat16(cpu) == native
         assert train.pick_dtype("auto", cpu) == ("bfloat16" if native else "float32")
         assert train.pick_dtype("bfloat16", cpu) == "bfloat16"
-    assert precision == ["high"] and train.pick_dtype("float32", cuda) == "float32" and precision == ["high"] * 2
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    assert not precision and train.pick_dtype("float32", cuda) == "float32" and precision == ["high"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
