@@ -1106,6 +1106,24 @@ def test_a_file_that_is_no_text_is_a_warning(tmp_path, capsys, content, kind):
     assert warning.count("warning") == (kind is not None) and (kind or "") in warning, warning
 
 
+@pytest.mark.parametrize("name", ["two words.txt", "-dash.txt", "λ.txt", "new\nline.txt", "a'quote.txt"])
+def test_prepare_takes_any_file_name(tmp_path, name):
+    """As a command, where the terminal knows ASCII alone: any file name, and the output says where validation lies."""
+    (tmp_path / "data").mkdir()
+    shutil.copy(ROOT / "data" / "prepare.py", tmp_path / "data" / "prepare.py")
+    (tmp_path / name).write_bytes(b"the quick brown fox. " * 10)
+    command = [sys.executable, "data/prepare.py", "--", name]
+    shown = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=os.environ | {"PYTHONIOENCODING": "ascii"})
+    assert shown.returncode == 0 and "189 training and 21 validation tokens (its last tenth)" in shown.stdout, shown.stderr
+    assert prepare.load(name.removesuffix(".txt"), 4, folder=tmp_path / "data")[0]["tokenizer"] == "bytes"
+
+
+def test_several_files_are_one_line(capsys):
+    """prepare.py makes one data set of one file, and says how to join several."""
+    assert prepare.main(["a.txt", "b c.txt"]) == 2
+    assert "join files first: cat a.txt 'b c.txt' > all.txt" in capsys.readouterr().err
+
+
 def test_paths_mean_what_the_shell_means(tmp_path, monkeypatch):
     """A plain name is a data set of data/; ., .., ~, a slash and all that is no name of one are places as in the shell."""
     for folder in ("data/d", "here/d", "here/own", "home/own", "here/-x"):
@@ -1354,7 +1372,10 @@ def test_speed_leaves_out_all_but_the_steps(lab, monkeypatch):
 def test_mfu(lab, monkeypatch, capsys):
     """MFU is model FLOPs by the peak of the GPU's name, and n/a on a CPU, an unknown GPU and in float32."""
     cuda = torch.device("cuda", 0)
-    for name, peak in (("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA L40S", 362e12),
+    for name in ("NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 3090 Ti", "NVIDIA L40G"):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
+        assert math.isnan(train.peak_flops(cuda, "bfloat16"))
+    for name, peak in (("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA H100 NVL", 835e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA L40S", 362e12),
                        ("NVIDIA L40", 181e12),
                        ("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H200", 989e12), ("NVIDIA L4", 121e12)):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
@@ -1384,6 +1405,7 @@ def test_resume_after_a_signal_is_exact(lab, monkeypatch, capsys, step, number):
         lab("--max_iters=20", "--eval_interval=5")
     assert end.value.code == 128 + number and saved()["step"] == step + 1
     command = shlex.split(capsys.readouterr().out.split("resume with: ")[1])
+    assert command[0] == sys.executable and os.path.isabs(command[1])   # this interpreter, from any folder
     assert train.main(command[2:]) == 0
     assert_same_run("whole", "out")
 
@@ -1748,8 +1770,9 @@ def test_too_large_a_size_is_one_line(lab, monkeypatch, capsys):
         train.main([*TINY, "--dataset=d", "--max_iters=1"])
 
 
-def test_help_shows_every_default(capsys):
+def test_help_shows_every_default(capsys, monkeypatch):
     """--help has the default of each flag, the model's too."""
+    monkeypatch.setenv("COLUMNS", "1000")                               # no line ends within a name
     with pytest.raises(SystemExit):
         train.main(["--help"])
     shown = " ".join(capsys.readouterr().out.split())
@@ -2022,7 +2045,7 @@ def test_evaluation_is_the_mean_over_all_windows(lab, capsys):
     windows = [model(*map(torch.from_numpy, window))[1].item() for window in val.fixed(7, 1)]
     assert checkpoint["val_loss"] == pytest.approx(sum(windows) / 7, rel=1e-6)
     capsys.readouterr()
-    assert train.main(["--init_from=resume", "--eval_only", "--out_dir=out", "--eval_iters=7"]) == 0
+    assert train.main(["--init_from=resume", "--eval_only", "--device=cpu", "--eval_iters=7"]) == 0
     assert f"validation loss {checkpoint['val_loss']:.4f}" in capsys.readouterr().out
 
 
@@ -2089,6 +2112,10 @@ def test_flags_reach_the_step(lab, monkeypatch):
         muon_lr=0.1, adamw_lr=0.2, weight_decay=0.3, momentum=0.7), torch.device("cpu"))
     muon, adamw = (optimizer.param_groups[0] for optimizer in optimizers)
     assert (muon["lr"], muon["weight_decay"], muon["momentum"]) == (0.1, 0.3, 0.7)
+    monkeypatch.setattr(train, "native_bfloat16", lambda _: True)
+    for dtype in (torch.float32, torch.bfloat16):                       # --dtype reaches Muon's products too
+        options = train.Options(dtype=str(dtype)[6:])
+        assert train.make_optimizers(ExoFormer(CASES["exoformer"]), options, torch.device("cpu"))[0].dtype == dtype
     assert (adamw["lr"], adamw["weight_decay"], adamw["betas"], adamw["fused"]) == (0.2, 0.0, (0.9, 0.95), True)
     norms, dtypes = [], set()
     step = train.Muon.step
@@ -2147,7 +2174,8 @@ def test_compile_failure_is_a_warning(lab, monkeypatch, capsys):
         return call
     monkeypatch.setattr(torch, "compile", broken)
     assert len(lab("--max_iters=2", "--compile")) == 2
-    assert capsys.readouterr().err.count("torch.compile failed, going on without it: no compiler\n") == 1
+    shown = capsys.readouterr()
+    assert "compiling" in shown.out and shown.err.count("torch.compile failed, going on without it: no compiler\n") == 1
 
 
 def test_nothing_touches_cuda_on_the_cpu(lab, monkeypatch):
@@ -2167,7 +2195,7 @@ def test_batches_reach_a_gpu_asynchronously(tmp_path, monkeypatch):
     write_data(tmp_path / "d", bytes(range(100)), bytes(range(100)), "a test")
     _, split, _ = prepare.load("d", 8, folder=tmp_path)
     calls = []
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: calls.append("pin") or self)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: calls.append("pin" * self.is_contiguous()) or self)
     monkeypatch.setattr(torch.Tensor, "to", lambda _, device, non_blocking: calls.append((device.type, non_blocking)))
     options = train.Options(batch_size=3, gradient_accumulation_steps=2, seed=5)
     x, y = train.fetch(split, options, 7, torch.device("cpu"))
