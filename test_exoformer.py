@@ -47,6 +47,7 @@ from data import prepare
 from exoformer import VARIANTS, Config, ExoFormer
 
 ROOT = Path(__file__).resolve().parent
+os.environ["CUDA_VISIBLE_DEVICES"] = ""     # on a machine with a GPU, too, the tests run on the CPU
 # Tests marked `source` quote lines of exoformer.py. Whoever rewrites such a line leaves them out: -m "not source"
 warnings.filterwarnings("ignore", category=pytest.PytestUnknownMarkWarning)
 torch.set_num_threads(1)            # the models of the tests are tiny: threads only cost
@@ -2400,7 +2401,7 @@ def test_benchmarks_run(lab, capsys):
     """The benchmarks of experiments/bench.py fill their tables; a missing data set is one line; --help says which."""
     bench = runpy.run_path(str(ROOT / "experiments" / "bench.py"))
     flags = ["--quick", "--device=cpu", "--dtype=float32", "--dataset=d"]
-    for what, rows in (("steps", 3), ("generation", 3), ("rope", 3), ("shakespeare", 5), ("lessons", 6)):
+    for what, rows in (("steps", 3), ("mixing", 6), ("generation", 3), ("rope", 3), ("shakespeare", 5), ("lessons", 6)):
         assert bench["main"]([what, *flags]) == 0
         out = capsys.readouterr().out
         assert len(re.findall(r"^\| .*\d\.\d.* \|$", out, re.M)) == rows and not re.search(r"\bnan\b", out), out

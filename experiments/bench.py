@@ -4,6 +4,7 @@ Benchmarks of the core. Each prints a Markdown table and says what it measured o
     python experiments/bench.py steps          a training step with and without anchors
     python experiments/bench.py muon           the same at the size of `python train.py`
     python experiments/bench.py generation     tokens per second, with the cache and without
+    python experiments/bench.py mixing         what applying γ apart from λ saves over weights λ γ
     python experiments/bench.py rope           what the model's rotation saves over the textbook's
     python experiments/bench.py shakespeare    nanoGPT's small run beside --preset=shakespeare-cpu
     python experiments/bench.py lessons        the exercises of the README, in pairs of one seed
@@ -162,6 +163,64 @@ def generation(args) -> None:
         slow = seconds[name, "slow"]
         print(f"| `{name}` | {new / median(seconds[name]):.0f} | {new / median(slow):.1f} | "
               f"{ratio(slow, seconds[name])} | {ratio(seconds[name], seconds['gated'])} |")
+
+
+def plain_terms(mixing, X: Tensor, own: dict, anchors: dict) -> dict[str, tuple[Tensor, Tensor]]:
+    """Mixing.terms as one writes it first: each weight λ γ is a tensor as large as the component."""
+    weights = {s: tuple(lam.to(own[s].dtype)) for s, lam in mixing.lam.items()}
+    if mixing.dynamic:
+        for s, gamma in mixing.gamma(X).items():
+            weights[s] = tuple(lam * g for lam, g in zip(weights[s], gamma))
+    return {s: (w1 * anchors[s], w2 * own[s]) for s, (w1, w2) in weights.items()}
+
+
+def mixing(args) -> None:
+    """Forward and backward with the model's form of the mix and the plain one: of the model, and of one layer's mix.
+
+    One layer's mix is timed in bfloat16 too: it is no matter of matrix products.
+    """
+    size = TINY if args.quick else SIZE
+    x, y = batch(args.device, size)
+    forms = {"the model's": exoformer.Mixing.terms, "plain": plain_terms}
+    rows = models(args.device, size)
+
+    def whole(model, form):
+        with patch.object(exoformer.Mixing, "terms", form), autocast(args.device, args.dtype):
+            loss = model(x, y)[1]
+        loss.backward()
+        model.zero_grad()
+
+    jobs = {("gated", "plain"): partial(whole, rows["gated"], plain_terms)}
+    jobs |= {(name, form): partial(whole, rows[name], forms[form]) for name in ROWS[1:] for form in forms}
+    seconds = clock(jobs, args.rounds or 15, args.device)
+    print(caption(size, args.device, args.dtype))
+    print("| forward and backward | the model's mix, of gated's time | plain, of gated's time "
+          "| the model's, of plain |\n|---|---|---|---|")
+
+    def row(what: str, new: list[float], plain: list[float], gated: list[float] | None) -> None:
+        of_gated = [ratio(times, gated) if gated else "" for times in (new, plain)]
+        print(f"| {what} | {of_gated[0]} | {of_gated[1]} | {ratio(new, plain)} |")
+
+    for name in ROWS[1:]:
+        row(f"`{name}`, {args.dtype}", seconds[name, "the model's"], seconds[name, "plain"],
+            seconds["gated", "plain"])
+    shape = (size["batch_size"], size["block_size"], size["n_head"], size["n_embd"] // size["n_head"])
+    for name in ROWS[1:]:
+        mix = rows[name].blocks[0].attn.mixing
+        for dtype in (torch.float32, torch.bfloat16):
+            S, A = ({s: torch.randn(shape, dtype=dtype, device=args.device, requires_grad=True)
+                     for s in "qkvg"} for _ in range(2))
+            gamma = {s: tuple(torch.rand(*shape[:2], 1, 1, dtype=dtype, device=args.device,
+                                         requires_grad=True) for _ in range(2)) for s in "qkvg"}
+
+            def alone(form):
+                with patch.object(exoformer.Mixing, "terms", form), \
+                        patch.object(exoformer.Mixing, "gamma", lambda *_: gamma):
+                    sum(x.sum() for x in mix(None, S, A).values()).backward()
+
+            times = clock({form: partial(alone, terms) for form, terms in forms.items()},
+                          args.rounds or 15, args.device)
+            row(f"one mix of `{name}`, {str(dtype)[6:]}", times["the model's"], times["plain"], None)
 
 
 def halves(s: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -368,7 +427,7 @@ def lessons(args) -> None:
         print(f"| {title} | {mean(losses):.4f} | {paired} | {lower} | {shares} |", flush=True)
 
 
-COMMANDS = {f.__name__: f for f in (steps, muon, generation, rope, shakespeare, lessons)}
+COMMANDS = {f.__name__: f for f in (steps, mixing, muon, generation, rope, shakespeare, lessons)}
 
 
 def main(argv: list[str]) -> int:
