@@ -1751,6 +1751,14 @@ def test_samples_as_users_ask_for_them(lab, capsys):
     assert out("--sample=the ", "--temperature=1e-45") == whole + "\n" == out("--sample=the ", "--temperature=1e-300")
 
 
+def test_a_sample_that_nobody_reads_on_ends(lab, monkeypatch, capsys):
+    """`--sample ... | head` ends without a complaint."""
+    lab("--max_iters=1")
+    monkeypatch.setattr(sys, "stdout", Broken())
+    capsys.readouterr()
+    assert train.main("--sample=x --device=cpu".split()) == 0 and not capsys.readouterr().err
+
+
 def test_perplexity_overflows_to_inf():
     assert train.report(710.0) == "validation loss 710.0000 nats per token, perplexity inf"
     assert train.report(math.log(2)).endswith("perplexity 2.000")

@@ -914,6 +914,8 @@ def main(argv: list[str]) -> int:
         else:
             train(given)
         return 0
+    except BrokenPipeError:                                             # of a sample: `| head` has read enough
+        return 0
     except (UserError, OSError) as error:
         print(f"train.py: {error}", file=sys.stderr)
         return 2

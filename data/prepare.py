@@ -146,8 +146,8 @@ def check(text: bytes, sha256: str, origin) -> None:
         raise UserError(f"{origin} has SHA-256 {found}: expected {sha256}, fetch it again")
 
 
-SIGNATURES = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16", b"\x1f\x8b\x08": "gzip", b"PK\x03\x04": "zip", b"BZh": "bzip2",
-              b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd", b"%PDF": "PDF"}
+SIGNATURES = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16", b"\x1f\x8b\x08": "gzip", b"PK\x03\x04": "zip",
+              b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd", b"%PDF": "PDF"}
 
 
 def warned(pieces: Iterable[tuple[str, bytes]], source: str) -> Iterator[tuple[str, bytes]]:
@@ -173,7 +173,8 @@ def require_own(folder: Path, source: str) -> None:
     free = {"input.txt", "meta.json.tmp", "train.bin.tmp", "val.bin.tmp"}       # .tmp: a kill left it
     if not found <= free and read_meta(folder).get("source") != source:
         holds = read_meta(folder).get("source", "files that this program did not make")
-        raise UserError(f"{folder} is not free for {source}, it holds {holds}: rename the source or move that folder away")
+        raise UserError(f"{folder} is not free for {source}, it holds {holds}: rename the source or move that folder "
+                        "away")
 
 
 def write(folder: Path, pieces: Iterable[tuple[str, bytes]], source: str) -> dict:
@@ -223,7 +224,8 @@ def prepare(name: str, folder: Path = HERE) -> dict:
 
 # First four bytes of a file with a header of 256 int32: this, a version, how many tokens. Then the ids
 LLM_C = {20240520: "<u2", 20240801: "<u4"}
-FOREIGN = SIGNATURES | {b"\x93NUMPY": "NumPy's .npy", b"PAR1": "Parquet", b"\x89HDF": "HDF5", b"MMIDIDX": "a Megatron index"}
+FOREIGN = SIGNATURES | {b"\x93NUMPY": "NumPy's .npy", b"PAR1": "Parquet", b"\x89HDF": "HDF5",
+                        b"MMIDIDX": "a Megatron index"}
 
 
 def layout(path: Path, guess: bool) -> tuple[np.dtype, int, int]:
@@ -321,7 +323,8 @@ def read_meta(folder: Path) -> dict:
     for field, kind in dict(tokens=int, sha256=str, ends=str).items():
         of = meta.get(field)
         if of is not None and not (type(of) is dict and all(right(of.get(split), kind) for split in ("train", "val"))):
-            raise UserError(f"{path}: {field} is {of!r}, expected {kind.__name__} of train and val: make the data again")
+            raise UserError(f"{path}: {field} is {of!r}, expected {kind.__name__} of train and val: make the data "
+                            "again")
     return meta
 
 
@@ -382,7 +385,8 @@ def main(argv: list[str]) -> int:
     sources = parser.parse_args(argv).source
     try:
         if len(sources) > 1:
-            raise UserError(f"{len(sources)} sources: expected one, join files first: cat {shlex.join(sources)} > all.txt")
+            raise UserError(f"{len(sources)} sources: expected one, join files first: "
+                            f"cat {shlex.join(sources)} > all.txt")
         meta = prepare(sources[0])
     except (UserError, OSError) as error:
         print(f"prepare.py: {error}", file=sys.stderr)
