@@ -165,7 +165,7 @@ class Mixing(nn.Module):
 
     def terms(self, X: Tensor, own: Components, anchors: Components
               ) -> dict[str, tuple[Tensor, Tensor]]:
-        """{s: (λ1 γ1 ⊙ anchor, λ2 γ2 ⊙ own)} of the components that mix, [B, T, h, d_h] each."""
+        """{s: (λ1 γ1 ⊙ anchor, λ2 γ2 ⊙ own)} of what mixes, [B, T, h, d_h] each."""
         gamma = self.gamma(X) if self.dynamic else {}
         terms = {}
         for s, lam in self.lam.items():

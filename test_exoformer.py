@@ -1,5 +1,5 @@
 """
-What this project claims, each claim a test: python -m pytest -q test_exoformer.py (CPU, under two minutes).
+What this project claims, each claim a test: python -m pytest -q test_exoformer.py (CPU, about two minutes).
 
 A fresh ExoFormer has zero logits whatever its variant, so two fresh models are always equal. Every test of equality,
 causality or caching therefore begins with `randomise`, which gives every parameter a random non-zero value.
@@ -1096,7 +1096,8 @@ def test_preparing_needs_no_memory_for_the_file(tmp_path):
 
 
 @pytest.mark.parametrize("content, kind", [
-    ("Grüße, λ".encode() * 9, None), (b"\xef\xbb\xbf" + b"with a mark" * 9, None), (b"a" * (2**20 - 1) + "é".encode(), None),
+    ("Grüße, λ".encode() * 9, None), (b"\xef\xbb\xbf" + b"with a mark" * 9, None),
+    (b"a" * (2**20 - 1) + "é".encode(), None),
     ("text".encode("utf-16") * 9, "UTF-16"), ("text".encode("utf-16-le") * 9, "UTF-16"), (gzip.compress(b"t" * 9), "gzip"),
     ("Grüße".encode("latin-1") * 9, "0xfc"), (bytes(range(256)), "binary"), (b"PK\x03\x04\xff" * 9, "zip")])
 def test_a_file_that_is_no_text_is_a_warning(tmp_path, capsys, content, kind):
@@ -1114,7 +1115,8 @@ def test_prepare_takes_any_file_name(tmp_path, name):
     shutil.copy(ROOT / "data" / "prepare.py", tmp_path / "data" / "prepare.py")
     (tmp_path / name).write_bytes(b"the quick brown fox. " * 10)
     command = [sys.executable, "data/prepare.py", "--", name]
-    shown = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=os.environ | {"PYTHONIOENCODING": "ascii"})
+    ascii_alone = os.environ | {"PYTHONIOENCODING": "ascii"}
+    shown = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=ascii_alone)
     assert shown.returncode == 0 and "189 training and 21 validation tokens (its last tenth)" in shown.stdout, shown.stderr
     assert prepare.load(name.removesuffix(".txt"), 4, folder=tmp_path / "data")[0]["tokenizer"] == "bytes"
 
@@ -1164,7 +1166,7 @@ def lab(tmp_path, monkeypatch):
         assert train.main(flags) == code
         with open(tmp_path / out / "log.csv", newline="") as file:
             return list(csv.DictReader(file))
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.getsignal(number) for number in train.SIGNALS}
     yield run
     for number, handler in handlers.items():
         signal.signal(number, handler)
@@ -1376,7 +1378,8 @@ def test_mfu(lab, monkeypatch, capsys):
     for name in ("NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 3090 Ti", "NVIDIA L40G"):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
         assert math.isnan(train.peak_flops(cuda, "bfloat16"))
-    for name, peak in (("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA H100 NVL", 835e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA L40S", 362e12),
+    for name, peak in (("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA H100 NVL", 835e12),
+                       ("NVIDIA H100 PCIe", 756e12), ("NVIDIA L40S", 362e12),
                        ("NVIDIA L40", 181e12),
                        ("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H200", 989e12), ("NVIDIA L4", 121e12)):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
@@ -1406,8 +1409,12 @@ def test_resume_after_a_signal_is_exact(lab, monkeypatch, capsys, step, number):
         lab("--max_iters=20", "--eval_interval=5")
     assert end.value.code == 128 + number and saved()["step"] == step + 1
     command = shlex.split(capsys.readouterr().out.split("resume with: ")[1])
-    assert command[0] == sys.executable and os.path.isabs(command[1])   # this interpreter, from any folder
-    assert train.main(command[2:]) == 0
+    assert command[0] == sys.executable and os.path.isabs(command[1])   # this interpreter
+    here = Path.cwd()
+    (here / "elsewhere").mkdir()
+    monkeypatch.chdir(here / "elsewhere")                               # from any folder
+    assert train.main([*command[2:], "--device=cpu"]) == 0
+    monkeypatch.chdir(here)
     assert_same_run("whole", "out")
 
 
@@ -1427,13 +1434,13 @@ def test_signal_handlers_are_restored(lab, monkeypatch):
     """train.py's handlers stand while it trains and up to the first signal; behind that, and on every way out (the
     end, a user's error, a crash, evaluating alone), signals do what they did before: as a script, end the process.
     """
-    mine = [signal.SIG_DFL, lambda *_: None]
-    signal.signal(signal.SIGINT, mine[0])
-    signal.signal(signal.SIGTERM, mine[1])
+    mine = [signal.SIG_DFL, lambda *_: None, lambda *_: None][:len(train.SIGNALS)]
+    for number, handler in zip(train.SIGNALS, mine):
+        signal.signal(number, handler)
     during = []
 
     def handlers():
-        return [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+        return [signal.getsignal(number) for number in train.SIGNALS]
 
     def spy(*_):
         during.append(handlers())
@@ -1442,7 +1449,7 @@ def test_signal_handlers_are_restored(lab, monkeypatch):
     assert len(during) == 4 and not any(handler in mine for handler in sum(during, []))
     assert handlers() == mine
     during.clear()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in train.SIGNALS:
         with monkeypatch.context() as patch, pytest.raises(SystemExit):
             at_step(patch, 0, lambda number=number: signal.raise_signal(number))
             lab("--max_iters=2")
@@ -1479,6 +1486,13 @@ def test_a_finished_run_is_not_overwritten(lab, capsys):
         train.main([*start, "--max_iters=3", "--overwrite"])
     assert [path.name for path in Path("out").iterdir()] == ["log.csv"]
     assert train.main([*start, "--max_iters=1"]) == 0                   # a log alone is no run
+    before = {path: path.read_bytes() for path in Path("out").iterdir()}
+    capsys.readouterr()
+    assert train.main([*start, "--init_from=out/best.pt", "--overwrite"][8:]) == 2      # it would delete its own weights
+    assert {path: path.read_bytes() for path in Path("out").iterdir()} == before
+    Path("out/log.csv").write_bytes(b"my notes")
+    assert train.main([*start, "--overwrite"]) == 2                     # refused before the checkpoints are deleted
+    assert Path("out/last.pt").exists() and Path("out/best.pt").exists()
 
 
 def test_only_a_runs_own_files_are_removed(lab, capsys):
@@ -1586,6 +1600,21 @@ def test_a_locked_checkpoint_is_a_warning(lab, monkeypatch, capsys):
         locked["out/last.pt"] = 99
         assert train.main(["--init_from=resume", "--max_iters=22", "--device=cpu"]) == 2
     assert saved()["step"] == 21
+
+
+def test_a_best_that_could_not_be_saved_is_made_up_for(lab, monkeypatch):
+    """Where best.pt was locked, the next loss that is lower than best.pt's own is saved."""
+    losses, locked = {2: 3.0, 4: 1.0, 6: 2.0}, {4}
+    steps = iter(losses)
+
+    def save(path, checkpoint, original=train.save):
+        if path.name == "best.pt" and checkpoint["step"] in locked:
+            raise prepare.UserError("in use") from PermissionError()
+        original(path, checkpoint)
+    monkeypatch.setattr(train, "evaluate", lambda *_: losses[next(steps)])
+    monkeypatch.setattr(train, "save", save)
+    lab("--max_iters=6", "--eval_interval=2")
+    assert (saved("best")["step"], saved("best")["val_loss"]) == (6, 2.0)
 
 
 def test_a_kill_between_the_checkpoints_loses_no_best(lab, monkeypatch):
@@ -1721,7 +1750,8 @@ def test_fine_tuning(lab, capsys):
     assert (saved()["step"], saved()["config"]["block_size"], saved()["options"]["variant"]) == (3, 24, "exoformer")
     assert saved()["data"]["name"] == "e"
     assert train.main([*flags, "--max_iters=3"]) == 2                   # the folder has a run
-    assert train.main([*flags, "--out_dir=new", "--n_layer=3"]) == 2 and train.main([*flags, "--out_dir=new", "--mix=q"]) == 2
+    for other in ("--n_layer=3", "--mix=q"):
+        assert train.main([*flags, "--out_dir=new", other]) == 2
     meta = json.loads(Path("e/meta.json").read_text(encoding="utf-8"))
     Path("e/meta.json").write_text(json.dumps(meta | dict(vocab_size=300)), encoding="utf-8")
     capsys.readouterr()
@@ -2162,9 +2192,11 @@ def test_scripts_run_as_users_run_them(tmp_path):
     failed = run("a folder/data/prepare.py", "nothing.txt")
     assert failed.returncode == 2 and failed.stderr.count("\n") == 1 and "Traceback" not in failed.stderr
 
-    process = subprocess.Popen([sys.executable, "a folder/train.py", *flags, "--max_iters", "1000000", "--overwrite"], cwd=tmp_path,
+    long = ["--max_iters", "5000", "--eval_interval", "5000", "--overwrite"]
+    process = subprocess.Popen([sys.executable, "a folder/train.py", *flags, *long], cwd=tmp_path,
                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8")
     log = tmp_path / "o u t" / "log.csv"
+    assert "parameters" in process.stdout.readline() and log.read_text(encoding="utf-8").count("\n") < 4000  # at once
     while log.read_text(encoding="utf-8").count("\n") < 5:              # it is at work
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)

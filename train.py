@@ -173,53 +173,52 @@ def checked(options: Options) -> Options:
     return options
 
 
+def only(known: dict, values: dict) -> dict:
+    return {name: value for name, value in values.items() if name in known}
+
+
 def settle(given: dict, checkpoint: dict | None, device: torch.device) -> tuple[Options, Config]:
     """All options and the model's Config: what is not given comes from the checkpoint, or without one from the preset.
 
     A new run that begins with a checkpoint's weights takes its model from there, and its options from the preset.
     """
-    init_from, preset = given.get("init_from"), given.get("preset", "gpu" if device.type == "cuda" else "cpu")
-    if preset not in PRESETS and init_from != "resume":
+    resumed = given.get("init_from") == "resume"
+    preset = given.get("preset", "gpu" if device.type == "cuda" else "cpu")
+    if preset not in PRESETS and not resumed:
         raise UserError(f"--preset={preset}: expected one of {', '.join(PRESETS)}")
-    model_flags = {name: value for name, value in given.items() if name in MODEL_FLAGS}
-    given = {name: value for name, value in given.items() if name in OPTIONS}
-    if checkpoint is None:
-        row = PRESETS[preset] | given | dict(preset=preset)
-        options = checked(Options(**{name: value for name, value in row.items() if name in OPTIONS}))
-        model_flags = {name: value for name, value in row.items() if name in MODEL_FLAGS} | model_flags
-        try:
-            return options, Config.variant(options.variant, **model_flags)
-        except ValueError as error:
-            raise UserError(f"--{error}") from None
-
-    saved = {name: value for name, value in checkpoint["options"].items() if name in OPTIONS}
-    own = Config(**checkpoint["config"])
     try:
-        wanted = replace(own, **model_flags)
+        if checkpoint is None:
+            row = PRESETS[preset] | given | dict(preset=preset)
+            options = checked(Options(**only(OPTIONS, row)))
+            return options, Config.variant(options.variant, **only(MODEL_FLAGS, row))
+        config = Config(**checkpoint["config"])
+        wanted = replace(config, **only(MODEL_FLAGS, given))
     except ValueError as error:
         raise UserError(f"--{error}") from None
-    fixed = {name: (getattr(own, name), getattr(wanted, name)) for name in MODEL_FLAGS}
-    fixed["variant"] = (saved.get("variant"), given.get("variant", saved.get("variant")))
-    if init_from == "resume":
-        fixed["preset"] = (saved.get("preset"), given.get("preset", saved.get("preset")))
-    for name, (old, new) in fixed.items():
-        if old != new:
-            raise UserError(f"--{name}={new}: the checkpoint has {old}, drop the flag or train from scratch")
-    if init_from != "resume":
-        row = {name: value for name, value in PRESETS[preset].items() if name in OPTIONS}
-        return checked(Options(**row | given | dict(preset=preset, variant=saved.get("variant", "")))), own
 
-    saved = asdict(Options()) | saved                               # a flag that it does not know yet has its default
+    saved = asdict(Options()) | only(OPTIONS, checkpoint["options"])    # a flag that it does not know has its default
+    given = only(OPTIONS, given)
+    has = asdict(config) | dict(variant=saved["variant"], preset=saved["preset"])
+    asked = asdict(wanted) | dict(variant=given.get("variant", has["variant"]),
+                                  preset=given.get("preset", has["preset"]) if resumed else has["preset"])
+    for name, value in asked.items():
+        if value != has[name]:
+            raise UserError(f"--{name}={value}: the checkpoint has {has[name]}, drop the flag or train from scratch")
+    if not resumed:
+        row = only(OPTIONS, PRESETS[preset]) | given | dict(preset=preset, variant=saved["variant"])
+        return checked(Options(**row)), config
+
+    here = dict(device=Options.device, out_dir=Options.out_dir, eval_only=False, overwrite=False)   # not the run's
     for name, value in given.items():
-        if name not in ("init_from", "eval_only", "out_dir", "device", "overwrite") and value != saved[name]:
+        if name not in here | dict(init_from=None) and value != saved[name]:
             print(f"changed since the checkpoint: {name} from {saved[name]} to {value}")
-    here = dict(device=Options.device, out_dir=Options.out_dir, eval_only=False, overwrite=False)
     options = checked(Options(**saved | here | given))
-    before, after = (lr_factor(checkpoint["step"] - 1 + late, of["max_iters"], of["warmup_iters"], of["decay_share"])
-                     for late, of in enumerate((saved, asdict(options))))
-    if options.max_iters > saved["max_iters"] and after > before and not options.eval_only:
+    step, extended = checkpoint["step"], options.max_iters > saved["max_iters"]
+    before = lr_factor(step - 1, saved["max_iters"], saved["warmup_iters"], saved["decay_share"])
+    after = lr_factor(step, options.max_iters, options.warmup_iters, options.decay_share)
+    if extended and after > before and not options.eval_only:
         print(f"the rates rise again, from {before:.2f} to {after:.2f} of their peaks: a longer run decays later")
-    return options, own
+    return options, config
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -429,22 +428,26 @@ def load_checkpoint(path: Path, block_size: int | None = None) -> tuple[dict, Ex
 
     Raises UserError where there is none, or something else.
     """
+    def damaged(reason) -> UserError:
+        return UserError(f"{path} is damaged or no checkpoint of train.py: {reason}")
+
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise UserError(f"{path} is not there: train first, or name a run's --out_dir") from None
     except Exception as error:
-        raise UserError(f"{path} is damaged or no checkpoint of train.py: {error}") from None
-    if not isinstance(checkpoint, dict) or checkpoint.get("format") != FORMAT:
-        found = checkpoint.get("format") if isinstance(checkpoint, dict) else type(checkpoint).__name__
-        raise UserError(f"{path} is damaged or no checkpoint of train.py: its format is {found}, expected {FORMAT}, "
-                        "train again")
+        raise damaged(error) from None
+    if not isinstance(checkpoint, dict):
+        raise damaged(f"it holds a {type(checkpoint).__name__}")
+    if checkpoint.get("format") != FORMAT:
+        raise damaged(f"its format is {checkpoint.get('format')}, expected {FORMAT}, train again")
     for part, kind in PARTS.items():
         if not isinstance(checkpoint.get(part, ...), kind):
-            found = f"is {checkpoint[part]!r:.40}" if part in checkpoint else "is missing"
-            raise UserError(f"{path} is damaged or no checkpoint of train.py: {part} {found}")
-    config, unknown = checkpoint["config"], [name for name in checkpoint["options"] if name not in OPTIONS | MODEL_FLAGS]
-    for name in [part for part in checkpoint if part not in PARTS] + unknown:
+            raise damaged(f"{part} is {checkpoint[part]!r:.40}" if part in checkpoint else f"it has no {part}")
+    config = checkpoint["config"]
+    foreign = [name for name in checkpoint if name not in PARTS]
+    foreign += [name for name in checkpoint["options"] if name not in OPTIONS | MODEL_FLAGS]
+    for name in foreign:
         print(f"warning: {path} has {name!r}, which train.py does not know: it is dropped", file=sys.stderr)
     changed = f"{path} was saved with another exoformer.py"
     for name in config:
@@ -454,9 +457,9 @@ def load_checkpoint(path: Path, block_size: int | None = None) -> tuple[dict, Ex
         config = Config(**config | ({} if block_size is None else dict(block_size=block_size)))
     except ValueError as error:
         raise UserError(f"{path}: {error}") from None
-    if config.block_size > checkpoint["config"].get("block_size", 0):
-        print(f"warning: {path} was trained on {checkpoint['config'].get('block_size')} tokens of context, beyond them "
-              "it may be lost", file=sys.stderr)
+    trained = checkpoint["config"].get("block_size", Config.block_size)
+    if config.block_size > trained:
+        print(f"warning: {path} was trained on {trained} tokens of context, beyond them it may be lost", file=sys.stderr)
     checkpoint["config"] = asdict(config)
     model = ExoFormer(config)                                           # an error in it shows where it is
     weights = checkpoint.pop("model")                                   # popped: nothing is kept twice
@@ -477,9 +480,6 @@ def require_names(where: str, found, expected, remedy: str) -> None:
         raise UserError(f"{where} {'; '.join(lists)}: {remedy}")
 
 
-RUN_FILES = ("last.pt", "best.pt", "log.csv")
-
-
 def require_free(out: Path, options: Options) -> None:
     """Raises UserError where out holds another run, unless that may be overwritten."""
     for path in (out / "last.pt", out / "best.pt"):
@@ -488,9 +488,8 @@ def require_free(out: Path, options: Options) -> None:
                             "another --out_dir, or delete that run with --overwrite")
 
 
-def begin_log(out: Path, first: int) -> None:
-    """Begin log.csv; a resumed run's keeps the rows up to step `first`, the checkpoint's."""
-    path = out / "log.csv"
+def log_rows(path: Path, first: int) -> list[str]:
+    """The rows of a run's log.csv up to step `first`. Raises UserError for another file."""
     lines = path.read_text(encoding="utf-8-sig", errors="replace").splitlines(keepends=True) if path.exists() else []
     if lines and lines[0].strip() != LOG_COLUMNS:
         raise UserError(f"{path} does not begin with {LOG_COLUMNS}: it is not this program's, move it away")
@@ -498,9 +497,7 @@ def begin_log(out: Path, first: int) -> None:
     foreign = [line.strip() for line, row in rows[:-1] if not row]              # the last may be torn by a kill
     if first and foreign:
         print(f"warning: {path}: dropped {len(foreign)} rows that are not a run's: {foreign[0]!r}", file=sys.stderr)
-    kept = [f"{line.strip()}\n" for line, row in rows if row and int(row[1]) <= first]
-    with replacing(path) as file:
-        file.write("".join([f"{LOG_COLUMNS}\n", *kept]).encode())
+    return [line.strip() for line, row in rows if row and int(row[1]) <= first]
 
 
 def heal_best(run: "Run") -> None:
@@ -549,7 +546,10 @@ def report(val_loss: float) -> str:
 
 def resume_command(run: "Run") -> str:
     """What resumes the run, from whatever folder it is pasted in."""
-    words = [sys.executable, str(Path(__file__).resolve()), "--init_from=resume", f"--out_dir={run.out.resolve()}"]
+    here, data = Path(__file__).resolve(), run.train_split.path.resolve().parent
+    words = [sys.executable, str(here), "--init_from=resume", f"--out_dir={run.out.resolve()}"]
+    if data.parent != here.parent / "data":
+        words.append(f"--dataset={data}")
     if run.options.device != Options.device:
         words.append(f"--device={run.options.device}")
     return subprocess.list2cmdline(words) if os.name == "nt" else shlex.join(words)
@@ -599,6 +599,8 @@ def set_up(given: dict) -> Run:
     options.out_dir = str(Path(options.out_dir).expanduser())
     if init_from != "resume" and not options.eval_only:
         require_free(Path(options.out_dir), options)
+        if Path(init_from).expanduser().resolve().parent == Path(options.out_dir).resolve():
+            raise UserError(f"--init_from={init_from} lies in --out_dir, whose run would be deleted: name another --out_dir")
     vocab_size = config.vocab_size if checkpoint else given.get("vocab_size")
     data, train_split, val_split = load_data(options.dataset, config.block_size, vocab_size)
     if init_from == "resume":
@@ -702,7 +704,8 @@ def save_checkpoints(run: Run, val_loss: float | None, last: bool) -> None:
 
     A file that another program holds is a warning, as the next save may do it; a UserError if this is the last.
     """
-    improved = run.best_loss == math.inf
+    best_before = run.best_loss
+    improved = best_before == math.inf
     if val_loss is not None:
         improved = val_loss < run.best_loss
         run.best_loss = min(val_loss, run.best_loss)
@@ -717,6 +720,11 @@ def save_checkpoints(run: Run, val_loss: float | None, last: bool) -> None:
             if last or not isinstance(error.__cause__, PermissionError):
                 raise
             print(f"warning: {error}", file=sys.stderr)
+            if name == "best":
+                run.best_loss = best_before             # so that the next one that is better than the file is saved
+
+
+SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 
 @contextmanager
@@ -745,9 +753,6 @@ def first_signal():
         yield caught
     finally:
         restore()
-
-
-SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 
 @lenient_output()
@@ -809,13 +814,15 @@ def run_folder(run: Run):
     out = run.out
     try:
         with only_writer(out):
+            rows = log_rows(out / "log.csv", run.step)          # may refuse, so it comes before anything is touched
             if run.step == 0:
                 require_free(out, run.options)                  # again: another run may have come and gone
-                for name in RUN_FILES[:2]:
-                    (out / name).unlink(missing_ok=True)        # which --overwrite allows; the log is begun anew
-            for name in RUN_FILES:
+                (out / "last.pt").unlink(missing_ok=True)       # which --overwrite allows: nothing may be resumed
+                (out / "best.pt").unlink(missing_ok=True)       # that is not of the new log
+            for name in ("last.pt", "best.pt", "log.csv"):
                 (out / f"{name}.tmp").unlink(missing_ok=True)   # of a run that was killed while saving
-            begin_log(out, run.step)
+            with replacing(out / "log.csv") as file:
+                file.write("".join(f"{row}\n" for row in (LOG_COLUMNS, *rows)).encode())
             if run.step:
                 heal_best(run)
             yield
@@ -879,6 +886,9 @@ def sample(options: Options, block_size: int | None = None) -> None:
     checkpoint, model = load_checkpoint(path, block_size)
     if checkpoint["data"].get("tokenizer") != "bytes":
         raise UserError(f"{path} has the tokenizer {checkpoint['data'].get('tokenizer')}: --sample can only spell 'bytes'")
+    if max(prompt, default=0) >= model.config.vocab_size:
+        raise UserError(f"--sample: the prompt has the byte {max(prompt)}, {path} knows {model.config.vocab_size} ids: "
+                        "leave it out")
     # A vocabulary wider than the tokenizer's, padded for speed perhaps: ids that no byte spells are not drawn
     model.W_head.weight = nn.Parameter(model.W_head.weight[:256])
     idx = torch.tensor([list(prompt or b"\n")], device=device)
@@ -892,8 +902,9 @@ def sample(options: Options, block_size: int | None = None) -> None:
         print(prompt.decode("utf-8", "replace"), end="")
         text = b""
         for token in model.stream(idx, options.max_new_tokens, options.temperature, generator=generator):
-            text = text[-len(stop):] + bytes([token.item()])
-            print(decode(text[-1:]), end="", flush=True)
+            byte = bytes([token.item()])
+            text = (text + byte)[-max(1, len(stop)):]                           # no longer than what it is compared with
+            print(decode(byte), end="", flush=True)
             if stop and text.endswith(stop):
                 break
         print()

@@ -361,7 +361,7 @@ def load(name: str, block_size: int, vocab_size: int | None = None, folder: Path
     vocab_size = vocab_size or own
     tokens = meta.get("tokens") or {}
     splits = [Split(file, vocab_size, block_size, tokens.get(split)) for split, file in files.items()]
-    description = dict(name=name, vocab_size=own or vocab_size, tokenizer=meta.get("tokenizer"))
+    description = dict(name=path.resolve().name, vocab_size=own or vocab_size, tokenizer=meta.get("tokenizer"))
     for split, file in files.items():
         found = ends(file)
         if meta.get("ends") and meta["ends"][split] != found:
