@@ -1,0 +1,320 @@
+"""
+Train a grid of systems × seeds, one run a line in experiments/results/runs.jsonl, to compare them in pairs.
+
+    python experiments/ablations.py systems --jobs=2        run a grid, or go on with it: finished runs are kept
+    python experiments/ablations.py systems --seeds=1 --quick   a few steps of each: only shows that it runs
+    python experiments/report.py                            tables and figures from the lines
+
+A seed fixes the start and the batches of all systems, so systems are compared within a seed. Every run is
+`train.train` on one thread; the loss is the mean over the whole validation split. Grids share runs: what one of them
+has trained, another one does not train again.
+"""
+
+import argparse
+import ast
+import csv
+import hashlib
+import io
+import json
+import math
+import multiprocessing
+import os
+import platform
+import shutil
+import sys
+import tempfile
+import threading
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import nullcontext, redirect_stderr, redirect_stdout
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from statistics import mean, stdev
+from unittest.mock import patch
+
+import numpy
+import torch
+from torch import nn
+from tqdm import tqdm
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import exoformer  # noqa: E402
+import train  # noqa: E402
+from data.prepare import UserError, load  # noqa: E402
+from exoformer import VARIANTS, Config, ExoFormer  # noqa: E402
+
+try:
+    import fcntl
+except ImportError:                         # Windows: lines are written in one piece, without a lock
+    fcntl = None
+
+RESULTS = ROOT / "experiments" / "results"
+RUNS = RESULTS / "runs.jsonl"
+
+# 97.5 % quantiles of Student's t by degrees of freedom, for 95 % intervals of paired differences
+T_QUANTILE = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306,
+              9: 2.262, 10: 2.228, 11: 2.201, 12: 2.179, 13: 2.160, 14: 2.145, 15: 2.131}
+
+# Flags of train.py that all runs of a size share. About 0.8M parameters, and about 3M
+SMALL = dict(preset="shakespeare-cpu", max_iters=300, warmup_iters=20, decay_share=0.4, muon_lr=0.01, adamw_lr=0.006,
+             momentum=0.95, eval_interval=75, eval_iters=0)
+LARGE = dict(preset="cpu", max_iters=500, eval_interval=125, eval_iters=512)
+QUICK = dict(max_iters=4, warmup_iters=2, eval_interval=2, eval_iters=4, n_layer=2, n_embd=32, batch_size=2)
+
+
+# --- Grids: {what the tables call a row: flags that differ from the size's} -------------------------
+def rows(variants: list[str], **choices) -> dict[str, dict]:
+    """Each variant with each value of the one axis in `choices`."""
+    (axis, values), = choices.items()
+    return {f"{variant}, {axis} {value}": dict(variant=variant, **{axis: value})
+            for variant in variants for value in values}
+
+
+TRIO = ["gated", "exoformer", "exoformer-dynamic"]
+BOTH = ["nuresformer", "exoformer"]
+RATES = {"half Muon": dict(muon_lr=0.005), "twice Muon": dict(muon_lr=0.02), "half AdamW": dict(adamw_lr=0.003),
+         "twice AdamW": dict(adamw_lr=0.012), "twice both": dict(muon_lr=0.02, adamw_lr=0.012), "as elsewhere": {}}
+
+GRIDS = {
+    "systems": {variant: dict(variant=variant) for variant in VARIANTS},
+    "matched": {variant: dict(variant=variant, matched=True) for variant in VARIANTS},
+    "rates": {f"{variant}, {name}": dict(variant=variant, **rates) for variant in TRIO for name, rates in RATES.items()},
+    "granularity": rows(BOTH, granularity=["elementwise", "headwise", "scalar"]),
+    "anchor-norm": rows(BOTH, anchor_norm=["none", "qk", "qkvg"]),
+    "post-norm": rows(["exoformer"], post_norm=["qk", "qkv", "qkvg"]),
+    "source": rows(["exoformer", "exoformer-dynamic"], anchor_layer=[0, 1, 2]),
+    "components": rows(["exoformer"], mix=["qkvg", "vg", "q", "k", "v", "g"]),
+    "budget": {},
+    "large": {variant: dict(variant=variant) for variant in TRIO},
+}
+for variant in TRIO[1:]:                        # runs that cost what gated's do: fewer steps, with the whole schedule
+    GRIDS["budget"] |= {f"{variant}, gated's {what}": dict(variant=variant, cheaper=what) for what in ("FLOPs", "time")}
+SEEDS = dict.fromkeys(GRIDS, 8) | dict(systems=16, matched=16, large=4)
+
+
+def flags_of(grid: str, row: str, seed: int, quick: bool) -> dict:
+    """The flags of one run: train.py's, and `width` where the feed-forward is wider than 2d."""
+    flags = (LARGE if grid == "large" else SMALL) | GRIDS[grid][row] | dict(seed=seed) | (QUICK if quick else {})
+    preset = {name: value for name, value in train.PRESETS[flags["preset"]].items() if name not in flags}
+    flags |= preset                             # so that a later change of the preset is no other run by the same name
+    sizes = {name: value for name, value in flags.items() if name in train.MODEL_FLAGS}
+    config = Config.variant(flags["variant"], **sizes)
+    flags |= {name: value for name, value in asdict(config).items() if name in sizes}
+    if flags.pop("matched", False):
+        flags["width"] = matched_width(config)
+    if "cheaper" in flags:
+        flags["max_iters"] = round(flags["max_iters"] / price(flags.pop("cheaper"), config))
+    if config != Config.variant(flags["variant"], **{n: v for n, v in sizes.items() if n not in AXES}):
+        return flags                            # an axis is set, and not to what the variant has anyway
+    return {name: value for name, value in flags.items() if name not in AXES}
+
+
+AXES = ("granularity", "anchor_norm", "post_norm", "anchor_layer", "mix")
+
+
+# --- Equal parameters ------------------------------------------------------------------------------
+class WideSwiGLU(exoformer.SwiGLU):
+    """SwiGLU of any width, instead of 2d."""
+
+    def __init__(self, config: Config, width: int):
+        super().__init__(config)
+        d = config.n_embd
+        self.W_gate, self.W_up = nn.Linear(d, width, bias=False), nn.Linear(d, width, bias=False)
+        self.W_down = nn.Linear(width, d, bias=False)
+
+
+def widened(width: int | None):
+    """Within it, ExoFormer is built with feed-forwards of this width; None is 2d."""
+    return patch.object(exoformer, "SwiGLU", partial(WideSwiGLU, width=width)) if width else nullcontext()
+
+
+def matched_width(config: Config) -> int | None:
+    """The width of the feed-forward that brings a system's parameters nearest to the largest system's."""
+    sizes = dict(n_layer=config.n_layer, n_embd=config.n_embd, n_head=config.n_head)
+    largest = max(meta_model(Config.variant(variant, **sizes)).num_params()[0] for variant in VARIANTS)
+    own = meta_model(config).num_params()[0]
+    more = round((largest - own) / (config.n_layer * 3 * config.n_embd))    # three matrices a layer
+    return 2 * config.n_embd + more if more else None
+
+
+def meta_model(config: Config) -> ExoFormer:
+    """A model without memory, to be counted."""
+    with torch.device("meta"), patch.object(ExoFormer, "init_weights", lambda *_: None):
+        return ExoFormer(config)
+
+
+def price(what: str, config: Config) -> float:
+    """FLOPs or time of a training step of gated's, of the system that has this config (time: as cost.py measured it)."""
+    if what == "FLOPs":
+        gated = replace(config, anchor="none", dynamic=False)
+        return meta_model(config).flops_per_token() / meta_model(gated).flops_per_token()
+    lines = [json.loads(line) for line in (RESULTS / "cost.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = {row["variant"]: row for line in lines if line["size"] == "small" for row in line["rows"]}
+    return rows["exoformer-dynamic" if config.dynamic else "exoformer"]["step"] / rows["gated"]["step"]
+
+
+# --- Pairs -----------------------------------------------------------------------------------------
+def half_width(differences: list[float]) -> float:
+    """Of the 95 % interval of the mean (Student's t)."""
+    n = len(differences)
+    return T_QUANTILE[n - 1] * stdev(differences) / math.sqrt(n) if n > 1 else math.inf
+
+
+def interval(differences: list[float], digits: int = 4) -> str:
+    """Mean and 95 % interval of paired differences."""
+    return f"{mean(differences):+.{digits}f} ± {half_width(differences):.{digits}f}"
+
+
+def paired(runs: dict[int, float], reference: dict[int, float]) -> list[float]:
+    """Differences within the seeds that both have."""
+    return [runs[seed] - reference[seed] for seed in sorted(runs.keys() & reference.keys())]
+
+
+def lower_in(differences: list[float]) -> str:
+    return f"{sum(d < 0 for d in differences)} of {len(differences)}"
+
+
+def spread(values: list[float]) -> str:
+    return f"{stdev(values):.4f}" if len(values) > 1 else ""
+
+
+# --- One run ---------------------------------------------------------------------------------------
+def source_hash() -> str:
+    """Of the code that trains, as Python reads it: comments, docstrings and spacing are not in it."""
+    digest = hashlib.sha256()
+    for name in ("exoformer.py", "train.py", "data/prepare.py"):
+        tree = ast.parse((ROOT / name).read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
+                node.body = node.body[1:]
+        digest.update(ast.dump(tree).encode())
+    return digest.hexdigest()[:12]
+
+
+def run(grid: str, row: str, flags: dict, keep: Path | None) -> dict:
+    """Train once. Returns the run's line."""
+    flags, width = {name: value for name, value in flags.items() if name != "width"}, flags.get("width")
+    with tempfile.TemporaryDirectory() as out:
+        with widened(width), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            train.train(flags | dict(out_dir=out, max_new_tokens=0))
+            checkpoint, model = train.load_checkpoint(Path(out) / "last.pt")
+        if keep:
+            keep.mkdir(parents=True, exist_ok=True)
+            shutil.copy(Path(out) / "last.pt", keep / f"{row}, seed {flags['seed']}.pt")
+        with open(Path(out) / "log.csv", newline="") as file:
+            log = list(csv.DictReader(file))
+    options = checkpoint["options"]
+    losses = {int(at["step"]): float(at["val_loss"]) for at in log if at["val_loss"]}
+    return dict(
+        grid=grid, row=row, seed=flags["seed"], final=losses[options["max_iters"]], losses=losses,
+        grad_norms=[round(float(at["grad_norm"]), 4) for at in log], seconds=round(checkpoint["seconds"], 1),
+        tokens=checkpoint["step"] * options["batch_size"] * model.config.block_size,
+        parameters=model.num_params()[0], flops_per_token=model.flops_per_token(), width=width,
+        options={name: value for name, value in options.items() if name not in ("out_dir", "seed")},
+        config=checkpoint["config"], data={split: checkpoint["data"][split] for split in ("train", "val")},
+        versions=dict(python=platform.python_version(), torch=torch.__version__, numpy=numpy.__version__),
+        source=source_hash(), key=key(flags | dict(width=width), checkpoint["data"]))
+
+
+def key(flags: dict, data: dict) -> str:
+    """What makes two runs the same: flags and data."""
+    text = json.dumps([sorted((name, value) for name, value in flags.items() if value is not None),
+                       data["train"], data["val"]])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+# --- The file of runs --------------------------------------------------------------------------------
+def read(path: Path = RUNS) -> dict[str, dict]:
+    """{key: run}, the first of equal ones. A line torn by a power cut is left out."""
+    runs = {}
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        try:
+            found = json.loads(line)
+        except ValueError:
+            continue
+        runs.setdefault(found["key"], found)
+    return runs
+
+
+def append(path: Path, line: dict) -> None:
+    """In one piece, though other processes write to the file too; below a torn line, not behind it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "ab+") as file:
+        if fcntl:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0, os.SEEK_END)
+        torn = file.tell() > 0
+        if torn:
+            file.seek(-1, os.SEEK_END)
+            torn = file.read(1) != b"\n"
+        file.write(b"\n" * torn + json.dumps(line).encode() + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def watch_parent() -> None:
+    """In a worker: end with the main process, even if that one is killed."""
+    torch.set_num_threads(1)
+    parent = multiprocessing.parent_process()
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+
+
+def unless_done(path: Path, name: str, grid: str, row: str, flags: dict, keep: Path | None) -> None:
+    """In a process of its own: train once and append the line, if no other process has done it meanwhile."""
+    if name not in read(path):
+        append(path, run(grid, row, flags, keep))
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser("ablations.py", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("grids", nargs="+", choices=GRIDS, metavar="GRID", help=", ".join(GRIDS))
+    parser.add_argument("--seeds", type=int, help="1 to this one (default: 16 of systems and matched, 4 of large, else 8)")
+    parser.add_argument("--first", type=int, default=1, help="the first seed (default: 1)")
+    parser.add_argument("--jobs", type=int, default=1, help="runs side by side, one thread each (default: 1)")
+    parser.add_argument("--only", help="of a grid, the rows whose names hold this text")
+    parser.add_argument("--dataset", help="instead of the size's own")
+    parser.add_argument("--keep", type=Path, help="a folder for the last checkpoint of each run, for diagnostics.py")
+    parser.add_argument("--out", type=Path, default=RUNS, help="the file of lines (default: experiments/results/runs.jsonl)")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes: only shows that it runs")
+    args = parser.parse_args(argv)
+    for name in ("seeds", "jobs"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            parser.error(f"--{name}={getattr(args, name)}: expected 1 or more")
+    try:
+        return run_grids(args)
+    except (UserError, OSError) as error:
+        print(f"ablations.py: {error}", file=sys.stderr)
+        return 2
+
+
+def run_grids(args) -> int:
+    path = args.out if not args.quick or args.out != RUNS else Path(tempfile.mkdtemp()) / "runs.jsonl"
+    done, todo = read(path), {}
+    for seed in range(args.first, 1 + (args.seeds or 16)):          # seed by seed: an unfinished grid is even
+        for grid in args.grids:
+            for row in GRIDS[grid] if seed <= (args.seeds or SEEDS[grid]) else ():
+                if (args.only or "") in row:
+                    flags = flags_of(grid, row, seed, args.quick) | (dict(dataset=args.dataset) if args.dataset else {})
+                    data, *_ = load(flags.get("dataset", train.Options.dataset), flags["block_size"])
+                    todo.setdefault(key(flags, data), (grid, row, flags, args.keep))
+    missing = {name: job for name, job in todo.items() if name not in done}
+    os.environ["OMP_NUM_THREADS"] = "1"                             # of the processes below
+    pool = ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn"), watch_parent)
+    try:
+        jobs = [pool.submit(unless_done, path, name, *job) for name, job in missing.items()]
+        for job in tqdm(as_completed(jobs), total=len(todo), initial=len(todo) - len(missing), disable=None):
+            job.result()
+    except (KeyboardInterrupt, SystemExit):
+        print(f"stopped; finished runs are in {path}, the same command goes on", file=sys.stderr)
+        return 130
+    finally:
+        pool.shutdown(cancel_futures=True)
+    print(f"{len(todo)} runs are in {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

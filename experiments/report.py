@@ -1,0 +1,228 @@
+"""
+Turn the committed lines of experiments/results/ into the tables of both READMEs and the figures.
+
+    python experiments/report.py            write them
+    python experiments/report.py --check    change nothing; fail where a table or a figure is not of these lines
+
+Tables stand between `<!-- table: NAME -->` and `<!-- end -->`. A figure holds a hash of the numbers that it shows.
+"""
+
+import argparse
+import hashlib
+import json
+import re
+import sys
+from pathlib import Path
+from statistics import mean
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import cost  # noqa: E402
+import lesson  # noqa: E402
+from ablations import (GRIDS, RESULTS, flags_of, half_width, interval, key, lower_in, paired, read,  # noqa: E402
+                       spread)
+
+FIGURES = ROOT / "experiments" / "figures"
+TEXTS = (ROOT / "README.md", ROOT / "experiments" / "README.md")
+
+# --- Grids -----------------------------------------------------------------------------------------
+def of_grid(grid: str, runs: dict[str, dict]) -> dict[str, dict[int, dict]]:
+    """{row: {seed: its run}} of the runs that are there, whichever grid asked for them."""
+    data = {run["options"]["dataset"]: run["data"] for run in runs.values()}
+    found = {row: {} for row in GRIDS[grid]}
+    for row in GRIDS[grid]:
+        for seed in range(1, 17):
+            flags = flags_of(grid, row, seed, quick=False)
+            run = runs.get(key(flags, data.get(flags.get("dataset", "pystdlib"), dict(train="", val=""))))
+            if run:
+                found[row][seed] = run
+    return {row: by_seed for row, by_seed in found.items() if by_seed}
+
+
+def finals(by_seed: dict[int, dict]) -> dict[int, float]:
+    return {seed: run["final"] for seed, run in by_seed.items()}
+
+
+def grid_table(grid: str, runs: dict[str, dict]) -> str:
+    """Every row's mean, and its paired differences to `gated` and, in grids of one axis, to the system's own default."""
+    found, gated = of_grid(grid, runs), finals(of_grid("systems", runs).get("gated", {}))
+    if grid in ("matched", "large"):
+        gated = finals(found.get("gated", {}))
+    axis = grid not in ("systems", "matched", "large")
+    lines = ["| | parameters | seeds | mean loss | between seeds | difference to `gated`, 95 % interval | lower in | "
+             "between differences |" + (" to the system's default |" if axis else ""),
+             "|---|---|---|---|---|---|---|---|" + ("---|" if axis else "")]
+    for row, by_seed in found.items():
+        losses, differences = finals(by_seed), paired(finals(by_seed), gated)
+        name = ", ".join(f"`{part}`" if i == 0 else part.replace("_", " ") for i, part in enumerate(row.split(", ")))
+        same = losses == gated or not differences
+        line = (f"| {name} | {next(iter(by_seed.values()))['parameters']:,} | {len(by_seed)} | {mean(losses.values()):.4f} | "
+                f"{spread(list(losses.values()))} | " + (" |  |  |" if same else
+                f"{interval(differences)} | {lower_in(differences)} | {spread(differences)} |"))
+        if axis:
+            own = finals(of_grid("systems", runs).get(row.split(", ")[0], {}))
+            to_own = paired(losses, own)
+            line += f" {interval(to_own) if to_own and any(to_own) else ''} |"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def tokens_to_reach(run: dict, loss: float) -> float:
+    """Tokens after which the run's loss is this low, between evaluations by a straight line; its own end if never."""
+    per_step = run["tokens"] / run["options"]["max_iters"]
+    points = [(int(step) * per_step, value) for step, value in run["losses"].items()]
+    for (t0, high), (t1, low) in zip(points, points[1:]):
+        if low <= loss < high:
+            return t0 + (t1 - t0) * (high - loss) / (high - low)
+    return points[-1][0]
+
+
+def saving(run: dict, gated: dict) -> float:
+    """How many times the tokens `gated` takes to where the worse of the two ends: above 1 where run is the better one."""
+    if run["final"] <= gated["final"]:
+        return gated["tokens"] / tokens_to_reach(run, gated["final"])
+    return tokens_to_reach(gated, run["final"]) / run["tokens"]
+
+
+def tokens_table(runs: dict[str, dict]) -> str:
+    lines = ["| | grid | tokens that `gated` takes to the same loss, of its own |", "|---|---|---|"]
+    for grid in ("systems", "matched", "large"):
+        found = of_grid(grid, runs)
+        for row in ("exoformer", "exoformer-dynamic"):
+            pairs = [saving(found[row][seed], found["gated"][seed])
+                     for seed in sorted(found.get(row, {}).keys() & found.get("gated", {}).keys())]
+            if pairs:
+                lines.append(f"| `{row}` | {grid} | {mean(pairs):.3f} ± {half_width(pairs):.3f} |")
+    return "\n".join(lines)
+
+
+def budget_table(runs: dict[str, dict]) -> str:
+    """At equal tokens, equal FLOPs and equal time: the budget grid has the shorter runs."""
+    systems, budget = of_grid("systems", runs), of_grid("budget", runs)
+    gated = finals(systems.get("gated", {}))
+    lines = ["| difference to `gated` | at equal tokens | at equal FLOPs | at equal time |", "|---|---|---|---|"]
+    for row in ("exoformer", "exoformer-dynamic"):
+        cells = []
+        for by_seed in (systems.get(row), budget.get(f"{row}, gated's FLOPs"), budget.get(f"{row}, gated's time")):
+            differences = paired(finals(by_seed or {}), gated)
+            steps = next(iter(by_seed.values()))["options"]["max_iters"] if by_seed else 0
+            cells.append(f"{interval(differences)} ({steps} steps, {len(differences)} seeds)" if differences else "not run")
+        lines.append(f"| `{row}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def rates_table(runs: dict[str, dict]) -> str:
+    """Each system's mean loss at each pair of rates, over the seeds that all of them have; the best is bold."""
+    found = of_grid("rates", runs)
+    seeds = set.intersection(*map(set, found.values())) if found else set()
+    means = {tuple(row.split(", ")): mean(by_seed[seed]["final"] for seed in seeds) for row, by_seed in found.items() if seeds}
+    variants, rates = (list(dict.fromkeys(names)) for names in (zip(*means) if means else ((), ())))
+    best = {variant: min((row for row in means if row[0] == variant), key=means.get) for variant in variants}
+    lines = [f"| mean loss, {len(seeds)} seeds | " + " | ".join(f"`{variant}`" for variant in variants) + " |",
+             "|---|" + "---|" * len(variants)]
+    for rate in rates:
+        options = next(run["options"] for row in found if row.endswith(f", {rate}") for run in found[row].values())
+        cells = [f"{means[variant, rate]:.4f}" if (variant, rate) in means else "" for variant in variants]
+        cells = [f"**{cell}**" if best[variant] == (variant, rate) else cell for variant, cell in zip(variants, cells)]
+        lines.append(f"| Muon {options['muon_lr']}, AdamW {options['adamw_lr']} | {' | '.join(cells)} |")
+    at_best = {variant: {seed: found[", ".join(row)][seed]["final"] for seed in seeds} for variant, row in best.items()}
+    cells = [interval(paired(at_best[variant], at_best["gated"])) if variant != "gated" else "" for variant in variants]
+    return "\n".join([*lines, f"| each at its best, difference to `gated` | {' | '.join(cells)} |"])
+
+
+def lines_of(name: str) -> list[dict]:
+    path = RESULTS / f"{name}.jsonl"
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+
+
+def lessons_table() -> str:
+    """All lessons, a row for each system and measure."""
+    rows = ["| lesson | before | after | difference, 95 % interval | lower in |", "|---|---|---|---|---|"]
+    for line in lines_of("lessons"):
+        for row in lesson.table(line["number"], line["title"], line["measured"]).splitlines()[2:]:
+            rows.append(f"| {line['number']}. {line['title']}: {row[2:]}")
+    return "\n".join(rows)
+
+
+def depth_table(lines: list[dict]) -> str:
+    """Mean over the seeds, in the first and in the last layer."""
+    rows = ["| first layer → last layer | seeds | similarity of tokens | attention on the first token | components for 99 % of the "
+            "variance | without anchors | anchors alone | mean gate |", "|---|---|---|---|---|---|---|---|"]
+
+    def ends(curves: list[list[float]], form: str) -> str:
+        return " → ".join(format(mean(curve[at] for curve in curves), form) for at in (0, -1))
+    for variant in dict.fromkeys(line["variant"] for line in lines):
+        group = [line for line in lines if line["variant"] == variant]
+        cut = [ends([line["interventions"][name]["components"] for line in group], ".0f") if name in group[0]["interventions"]
+               else "" for name in ("without anchors", "anchors alone")]
+        gate = ends([[of["mean"] for of in line["gate"]] for line in group], ".2f") if group[0]["gate"] else ""
+        rows.append(f"| `{variant}` | {len(group)} | {ends([line['similarity'] for line in group], '.2f')} | "
+                    f"{ends([line['first_token'] for line in group], '.3f')} | "
+                    f"{ends([line['components'] for line in group], '.0f')} | {cut[0]} | {cut[1]} | {gate} |")
+    return "\n".join(rows)
+
+
+# --- Texts and figures -------------------------------------------------------------------------------
+def tables(runs: dict[str, dict]) -> dict[str, str]:
+    made = {grid: grid_table(grid, runs) for grid in GRIDS if grid not in ("rates", "budget")}
+    made |= dict(rates=rates_table(runs), tokens=tokens_table(runs), budget=budget_table(runs), lessons=lessons_table())
+    made |= dict(cost="\n\n".join(cost.table(line) for line in lines_of("cost")))
+    for name in ("diagnostics", "diagnostics-large"):
+        made[name] = depth_table(lines_of(name))
+    return made
+
+
+def filled(text: str, made: dict[str, str]) -> str:
+    """The text with its tables in place. Raises KeyError for one that nobody makes."""
+    return re.sub(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)",
+                  lambda found: f"{found[1]}{made[found[2]]}\n{found[3]}", text, flags=re.S)
+
+
+def figures(runs: dict[str, dict]) -> dict[str, tuple]:
+    """{file name: (function of plots.py, its arguments)}: arguments are plain data, which is what is hashed."""
+    points = {}
+    for grid in ("systems", "matched"):
+        found = of_grid(grid, runs)
+        for row in (row for row in found if row != "gated" and "gated" in found):
+            differences = paired(finals(found[row]), finals(found["gated"]))
+            points.setdefault(row, {})[grid] = differences
+    made = {"differences.svg": ("differences", [points])} if points else {}
+    small, large = lines_of("diagnostics"), lines_of("diagnostics-large")
+    for suffix, lines in (("", small), ("-large", large)):
+        if lines:
+            made |= {f"{name}{suffix}.svg": ("diagnostics", [lines, name]) for name in ("depth", "interventions", "carries", "gamma", "lambda")}
+    return made
+
+
+def digest(arguments: list) -> str:
+    return hashlib.sha256(json.dumps(arguments, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser("report.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="change nothing, exit 1 where something disagrees")
+    args = parser.parse_args(argv)
+    runs, stale = read(), []
+    made = tables(runs)
+    for path in TEXTS:
+        text = path.read_text(encoding="utf-8")
+        if filled(text, made) != text:
+            stale.append(path)
+            if not args.check:
+                path.write_text(filled(text, made), encoding="utf-8", newline="\n")
+    for name, (function, arguments) in figures(runs).items():
+        path, mark = FIGURES / name, f"<!-- of {digest(arguments)} -->\n"
+        if not path.exists() or mark not in path.read_text(encoding="utf-8"):
+            stale.append(path)
+            if not args.check:
+                import plots
+                getattr(plots, function)(*arguments, FIGURES / name)
+                path.write_text(path.read_text(encoding="utf-8").replace("<svg ", f"{mark}<svg ", 1), encoding="utf-8", newline="\n")
+    for path in stale:
+        print(f"{path.relative_to(ROOT)}: {'not of the committed lines, run experiments/report.py' if args.check else 'written'}")
+    return 1 if args.check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
