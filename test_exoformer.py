@@ -10,7 +10,9 @@ import csv
 import gc
 import gzip
 import hashlib
+import html
 import http.server
+import importlib
 import io
 import itertools
 import json
@@ -29,6 +31,7 @@ import time
 import tracemalloc
 import types
 import warnings
+import xml.etree.ElementTree
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from operator import itemgetter
@@ -2405,29 +2408,6 @@ def test_readme_names_exist():
             thing = getattr(instances.get(getattr(thing, "__name__", ""), thing), part)
 
 
-def readme_lessons():
-    """(title, line to change, changed line) of each exercise in the README."""
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    return re.findall(r"^# \d\. (.*?)\. .*\n-(.*)\n\+(.*)$", readme, re.M)
-
-
-@pytest.mark.source
-@pytest.mark.parametrize("number", range(5))
-def test_readme_lessons(number):
-    """The line that an exercise changes stands once in exoformer.py, and the changed model computes something else."""
-    title, old, new = readme_lessons()[number]
-    changed = changed_exoformer(old, new)
-    torch.manual_seed(0)
-    models = [m.ExoFormer(m.Config.variant("exoformer-dynamic", **SMALL)) for m in (exoformer, changed)]
-    for model in models:
-        for name, p in model.named_parameters():
-            if not p.any() and ".W2." not in name:
-                torch.nn.init.normal_(p, generator=torch.Generator().manual_seed(0))
-    idx = tokens(CASES["base"])
-    logits = [model(idx)[0] for model in models]
-    assert (logits[0] - logits[1]).abs().max() > 1e-3 and len(readme_lessons()) == 5
-
-
 def test_readme_presets():
     """The README's table of presets says what the presets are."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -2437,28 +2417,6 @@ def test_readme_presets():
         assert f"| `{name}` | {sizes} | {p['batch_size']} × {p['max_iters']} | `{p['dataset']}` |" in readme
 
 
-def test_benchmarks_run(lab, capsys):
-    """The benchmarks of experiments/bench.py fill their tables; a missing data set is one line; --help says which."""
-    bench = runpy.run_path(str(ROOT / "experiments" / "bench.py"))
-    flags = ["--quick", "--device=cpu", "--dtype=float32", "--dataset=d"]
-    for what, rows in (("steps", 3), ("mixing", 6), ("generation", 3), ("rope", 3), ("shakespeare", 5), ("lessons", 6)):
-        assert bench["main"]([what, *flags]) == 0
-        out = capsys.readouterr().out
-        assert len(re.findall(r"^\| .*\d\.\d.* \|$", out, re.M)) == rows and not re.search(r"\bnan\b", out), out
-    assert bench["main"](["lessons", "--quick", "--device=cpu", "--dataset=nothing"]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
-    command = [sys.executable, ROOT / "experiments" / "bench.py", "--help"]
-    shown = subprocess.run(command, capture_output=True, text=True)
-    assert shown.returncode == 0 and all(what in shown.stdout for what in bench["COMMANDS"])
-
-
-def test_bench_interval():
-    """The interval of paired differences is Student's: one of -0.002, 0, 0.002 and so on against a known table."""
-    bench = runpy.run_path(str(ROOT / "experiments" / "bench.py"))
-    assert bench["interval"]([-0.002, 0.0, 0.002]) == "+0.0000 ± 0.0050"        # 4.303 · 0.002 / √3 = 0.00497
-    assert bench["interval"]([0.01] * 8) == "+0.0100 ± 0.0000"
-
-
 def test_ci_runs_the_readme():
     """CI's command is the README's second of two set-up commands; the first one trains."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -2466,3 +2424,356 @@ def test_ci_runs_the_readme():
     assert [command.split()[-1] for command in commands] == ["train.py", "test_exoformer.py"]
     shown = subprocess.run(["bash", ROOT / ".ci" / "run", "--show"], capture_output=True, text=True, check=True).stdout
     assert shlex.split(shown) == shlex.split(commands[1])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The experiments
+
+def experiment(name):
+    """A script of experiments/ as a module."""
+    if str(ROOT / "experiments") not in sys.path:
+        sys.path.append(str(ROOT / "experiments"))
+    return importlib.import_module(name)
+
+
+def test_benchmarks_run(lab, capsys):
+    """The benchmarks of experiments/bench.py fill their tables; a missing data set is one line; --help says which."""
+    bench = experiment("bench")
+    flags = ["--quick", "--device=cpu", "--dtype=float32", "--dataset=d"]
+    for what, rows in (("steps", 3), ("mixing", 6), ("generation", 3), ("rope", 3), ("shakespeare", 5)):
+        assert bench.main([what, *flags]) == 0
+        out = capsys.readouterr().out
+        assert len(re.findall(r"^\| .*\d\.\d.* \|$", out, re.M)) == rows and not re.search(r"\bnan\b", out), out
+    assert bench.main(["shakespeare", "--quick", "--device=cpu", "--dataset=nothing"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_experiments_have_help(capsys, tmp_path):
+    """Every script of experiments/ says what it takes, and runs as a file from any folder."""
+    for script in ("ablations", "bench", "cost", "diagnostics", "lesson", "report"):
+        with pytest.raises(SystemExit) as end:
+            experiment(script).main(["--help"])
+        assert end.value.code == 0 and f"python experiments/{script}.py" in capsys.readouterr().out
+    command = [sys.executable, ROOT / "experiments" / "lesson.py", "--help"]        # which imports most of the others
+    shown = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, encoding="utf-8")
+    assert shown.returncode == 0 and "--seeds" in shown.stdout, shown.stderr
+
+
+def test_grids_run_and_go_on(lab, monkeypatch, capsys):
+    """A grid appends a line a run, with all that made it; what is finished is not trained again, whichever grid asks;
+    a torn line is; a mistake is one line.
+    """
+    ablations, out = experiment("ablations"), Path("runs.jsonl")
+    command = ["systems", "--seeds=1", "--quick", "--dataset=d", f"--out={out}"]
+    assert ablations.main([*command, "--keep=kept"]) == 0
+    text = out.read_text()
+    runs = ablations.read(out)
+    assert [run["row"] for run in runs.values()] == list(VARIANTS) and text.count("\n") == 7
+    for run in runs.values():
+        model = train.load_checkpoint(Path("kept") / f"{run['row']}, seed 1.pt")[1]
+        _, _, val = prepare.load("d", model.config.block_size)
+        options = train.Options(eval_iters=4, batch_size=2)
+        loss = train.evaluate(model, val, options, torch.device("cpu"), nullcontext())
+        assert run["final"] == run["losses"]["4"] == pytest.approx(loss) and list(run["losses"]) == ["2", "4"]
+        assert (run["parameters"], run["flops_per_token"]) == (model.num_params()[0], model.flops_per_token())
+        assert run["tokens"] == 4 * 2 * model.config.block_size and run["config"] == asdict(model.config)
+        assert run["options"]["muon_lr"] == 0.01 and run["versions"]["torch"] == torch.__version__
+        assert len(run["grad_norms"]) == 2 and run["seconds"] >= 0 and run["source"] == ablations.source_hash()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ablations, "run", lambda *_: pytest.fail("trained again"))
+        shared = ["granularity", "--only=exoformer, granularity elementwise", *command[1:]]
+        assert ablations.main(command) == ablations.main(shared) == 0 and out.read_text() == text
+    out.write_text(text[:-200])                                     # the last line is torn
+    assert ablations.main(command) == 0
+    again = ablations.read(out)
+    assert again.keys() == runs.keys() and all(again[name]["final"] == runs[name]["final"] for name in runs)
+    capsys.readouterr()
+    assert ablations.main(["systems", "--quick", "--dataset=nothing"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+APPEND = "import sys; sys.path.append(sys.argv[1]); import ablations; from pathlib import Path; " \
+         "[ablations.append(Path('lines'), dict(key=f'{sys.argv[2]} {i}', text='x' * 20000)) for i in range(60)]"
+
+
+def test_two_processes_do_not_tear_lines(tmp_path):
+    """Two processes that write to one file of runs at once leave whole lines, all of them."""
+    writers = [subprocess.Popen([sys.executable, "-c", APPEND, ROOT / "experiments", name], cwd=tmp_path) for name in "ab"]
+    assert [writer.wait() for writer in writers] == [0, 0]
+    assert len(experiment("ablations").read(tmp_path / "lines")) == 120
+
+
+def test_grids_are_what_they_say():
+    """`matched` brings all systems within 1 % of the largest by the feed-forward's width alone; in the grids of an axis
+    its default is the system itself, and every other value another model; runs that cost gated's FLOPs do.
+    """
+    ablations = experiment("ablations")
+
+    def model(grid, row):
+        flags = ablations.flags_of(grid, row, 1, quick=False)
+        sizes = {name: value for name, value in flags.items() if name in train.MODEL_FLAGS}
+        with ablations.widened(flags.get("width")):
+            return flags, ablations.meta_model(Config.variant(flags["variant"], **sizes))
+    sizes = {row: model("matched", row)[1].num_params()[0] for row in VARIANTS}
+    assert model("matched", "exoformer-dynamic")[0] == model("systems", "exoformer-dynamic")[0]      # the largest
+    assert min(sizes.values()) > 0.99 * max(sizes.values()), sizes
+    for grid, default in (("granularity", "elementwise"), ("anchor-norm", "qkvg"), ("post-norm", "qk"), ("source", "0"),
+                          ("components", "qkvg")):
+        for variant in {row.split(", ")[0] for row in ablations.GRIDS[grid]}:
+            rows = {row: model(grid, row)[0] for row in ablations.GRIDS[grid] if row.split(", ")[0] == variant}
+            own = model("systems", variant)[0]
+            assert [row for row in rows if rows[row] == own] == [row for row in rows if row.endswith(f" {default}")]
+            assert len({json.dumps(flags, sort_keys=True) for flags in rows.values()}) == len(rows)
+    gated, all_of = model("systems", "gated"), "exoformer-dynamic, gated's FLOPs"
+    flags, dynamic = model("budget", all_of)
+    cost = flags["max_iters"] * dynamic.flops_per_token() / (gated[0]["max_iters"] * gated[1].flops_per_token())
+    assert cost == pytest.approx(1, abs=0.002) and flags["max_iters"] < gated[0]["max_iters"]
+
+
+def test_pairs():
+    """Intervals are Student's, of differences within a seed: seeds that only one side has are left out."""
+    ablations = experiment("ablations")
+    assert ablations.interval([-0.002, 0.0, 0.002]) == "+0.0000 ± 0.0050"       # 4.303 · 0.002 / √3 = 0.00497
+    assert ablations.interval([0.01] * 8) == "+0.0100 ± 0.0000"
+    assert ablations.paired({1: 5.0, 2: 7.0, 9: 0.0}, {2: 6.5, 1: 4.0, 3: 1.0}) == [1.0, 0.5]
+    assert ablations.lower_in([-1.0, 1.0, -0.1]) == "2 of 3"
+    for df, quantile in ablations.T_QUANTILE.items():               # Student's density between −q and q has 95 %
+        t = np.linspace(-quantile, quantile, 100_001)
+        scale = math.gamma((df + 1) / 2) / math.gamma(df / 2) / math.sqrt(df * math.pi)
+        assert np.trapezoid(scale * (1 + t**2 / df) ** (-(df + 1) / 2), t) == pytest.approx(0.95, abs=2e-5)
+
+
+def test_tokens_to_the_same_loss():
+    """Along the curve, by straight lines: a run that is at gated's end after half of its tokens saves a factor of two,
+    and the other way about one half.
+    """
+    report = experiment("report")
+    slow, fast = (dict(tokens=400, options=dict(max_iters=4), losses=losses, final=losses["4"])
+                  for losses in ({"1": 4.0, "2": 3.0, "4": 2.0}, {"1": 3.0, "2": 2.0, "4": 1.0}))
+    assert report.tokens_to_reach(slow, 2.5) == 300 and report.tokens_to_reach(slow, 3.5) == 150
+    assert report.saving(fast, slow) == 2 and report.saving(slow, fast) == 0.5 and report.saving(slow, slow) == 1
+
+
+def test_report_is_of_the_committed_lines(capsys):
+    """Tables in both READMEs and all figures are what experiments/report.py makes of experiments/results/, the code
+    that trains is the code that made them, and the lessons are the README's.
+    """
+    report, lesson, ablations = experiment("report"), experiment("lesson"), experiment("ablations")
+    assert report.main(["--check"]) == 0, capsys.readouterr().out
+    assert {run["source"] for run in ablations.read().values()} == {ablations.source_hash()}
+    for line in report.lines_of("lessons"):
+        assert lesson.lessons()[line["number"] - 1] == (line["title"], *line["change"])
+    assert len(report.lines_of("lessons")) == len(lesson.lessons()) == 8
+    for figure in (ROOT / "experiments" / "figures").glob("*.svg"):
+        assert figure.stat().st_size <= 100_000
+    broken = report.tables({}) | dict(systems="another")
+    text = report.TEXTS[1].read_text(encoding="utf-8")
+    assert "another" in report.filled(text, broken) != text
+
+
+@pytest.mark.source
+@pytest.mark.parametrize("number", range(1, 9))
+def test_readme_lessons(number):
+    """The line that a lesson changes stands once in exoformer.py, and the changed model computes something else: the
+    last lesson's only with a cache.
+    """
+    lesson = experiment("lesson")
+    title, old, new = lesson.lessons()[number - 1]
+    changed = lesson.changed_exoformer(old, new)
+    models = []
+    for module in (exoformer, changed):
+        torch.manual_seed(0)                    # the same start: all that differs is the line
+        models.append(module.ExoFormer(module.Config.variant("exoformer-dynamic", **SMALL)))
+    for model in models:
+        for name, p in model.named_parameters():
+            if not p.any() and ".W2." not in name:
+                torch.nn.init.normal_(p, generator=torch.Generator().manual_seed(0))
+    idx = tokens(CASES["base"])
+    logits = [model(idx)[0] for model in models]
+    assert (logits[0] - logits[1]).abs().max() > 1e-3 or number == 8
+    if number == 8:
+        assert torch.equal(*logits)
+        fed = [torch.cat([model(one, cache=cache)[0] for one in idx.split(1, dim=1)], dim=1)
+               for model in models for cache in [model.new_cache()]]
+        assert (fed[0] - logits[0]).abs().max() < 1e-5 < 1e-3 < (fed[1] - logits[0]).abs().max()
+
+
+def test_lesson_runs(lab, capsys, monkeypatch):
+    """lesson.py trains before and after, in pairs, and prints the table; a mistake is one line; a line that is no longer
+    there too, before anything trains.
+    """
+    lesson = experiment("lesson")
+    assert lesson.main(["6", "--quick", "--jobs=1", "--dataset=d"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("exoformer-dynamic") == 2 and "share" in out and "ones_like" in out
+    rows = re.findall(r"\| ([\d.]+) \| ([\d.]+) \| ([-+.\d]+) ± inf", out)
+    assert len(rows) == 2 and all(float(b) - float(a) == pytest.approx(float(d), abs=2e-3) for a, b, d in rows)
+    source = lesson.changed_exoformer
+    monkeypatch.setattr(lesson, "changed_exoformer", lambda old, new: source("no such line", new))
+    assert lesson.main(["1", "--quick", "--dataset=d"]) == 2
+    assert "'no such line' stands 0 times" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        lesson.main(["9"])
+    assert "expected 1 to 8" in capsys.readouterr().err
+
+
+def test_cost_runs(capsys, monkeypatch):
+    """cost.py prints a row for each system; what it says of the K/V cache is what a cache holds."""
+    cost = experiment("cost")
+    model = ExoFormer(CASES["exoformer"])
+    caches = model.new_cache()
+    model(tokens(CASES["exoformer"], batch=1), cache=caches)
+    held = sum(part.numel() * part.element_size() for cache in caches for part in (cache.k, cache.v))
+    assert cost.cache_bytes(model.config, 4) == held
+    assert cost.main(["--quick", "--device=cpu", "--dtype=float32"]) == 0
+    out = capsys.readouterr().out
+    assert all(f"| `{variant}` |" in out for variant in VARIANTS) and "GFLOP/s" in out
+    assert cost.main(["--device=abacus"]) == 2 and capsys.readouterr().err.count("\n") == 1
+
+
+def test_measures_on_constructed_cases():
+    """Equal tokens are similar by 1, orthogonal ones by 0, opposite pairs by −1/3; attention forced onto key 0 is 1 there,
+    and uniform attention of T queries is mean(1/n); data of rank r has r components.
+    """
+    diagnostics = experiment("diagnostics")
+    vector = torch.randn(1, 1, 6, generator=torch.Generator().manual_seed(0))
+    assert diagnostics.token_similarity(vector.expand(3, 5, 6) * torch.arange(1, 6)[:, None]) == pytest.approx(1)
+    assert diagnostics.token_similarity(torch.eye(5)[None]) == pytest.approx(0)
+    assert diagnostics.token_similarity(torch.tensor([[[1.0], [-1], [1], [-1]]])) == pytest.approx(-1 / 3)
+
+    q = torch.zeros(2, 4, 3, 2)
+    q[..., 0], k = 100, torch.zeros(2, 4, 3, 2)
+    assert diagnostics.first_token_attention(q, k) == pytest.approx((1 + 1 / 2 + 1 / 3 + 1 / 4) / 4)
+    k[:, 0] = 1
+    assert diagnostics.first_token_attention(q, k) == pytest.approx(1)
+
+    generator = np.random.default_rng(0)
+    for rank in (1, 3, 7):
+        basis = np.linalg.qr(generator.normal(size=(20, rank)))[0]
+        data = torch.from_numpy(generator.normal(size=(2, 200, rank)) @ basis.T + 5)
+        assert diagnostics.components(data) == rank
+    variances = torch.tensor([98.0, 0.9, 0.6, 0.5])                 # 98.9 % in two, 99.5 % in three
+    signs = torch.tensor(list(itertools.product((-1.0, 1.0), repeat=4)))
+    assert diagnostics.components((signs * variances.sqrt())[None]) == 3
+
+
+def test_layers_are_those_of_the_model(monkeypatch):
+    """What diagnostics.py sees in a layer is what the model computes there: H_n, q, k, v, gates, γ."""
+    diagnostics, seen = experiment("diagnostics"), []
+    attend = exoformer.attend
+    monkeypatch.setattr(exoformer, "attend", lambda q, k, v: seen.append((q, k, v)) or attend(q, k, v))
+    for name in ("gated", "nuresformer", "exoformer-dynamic", "post norm qkvg", "base"):
+        model, idx = make(CASES[name]), tokens(CASES[name])
+        seen.clear()
+        layers = diagnostics.layers_of(model, idx)
+        assert torch.equal(model.W_head(model.norm(layers[-1]["H"])), model(idx)[0]) and len(layers) == 3
+        for layer, (q, k, v) in zip(layers, seen):
+            assert torch.equal(layer["q"], q) and torch.equal(layer["k"], k) and torch.equal(layer["mixed"]["v"], v)
+        if model.config.dynamic:
+            X = model.blocks[1].attn_norm(layers[0]["H"])
+            assert torch.equal(layers[1]["gamma"]["k"][1], model.blocks[1].attn.mixing.gamma(X)["k"][1][..., 0, 0])
+        assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_interventions(tmp_path):
+    """Where λ1 = 0 already, taking the anchors away changes nothing; afterwards the model is as it was; without anchors
+    a static model with λ2 = 1 is `gated` with its weights.
+    """
+    diagnostics = experiment("diagnostics")
+    for name in ("exoformer", "exoformer-dynamic", "nuresformer"):
+        model, idx = make(CASES[name]), tokens(CASES[name])
+        before, weights = model(idx)[0], copy.deepcopy(model.state_dict())
+        for cut in ((0,), (1,), (0, "v")):
+            with diagnostics.silenced(model, *cut):
+                assert (model(idx)[0] - before).abs().max() > 1e-3
+        assert all(torch.equal(model.state_dict()[key], weights[key]) for key in weights)
+        with diagnostics.silenced(model, 0):
+            cut_before = model(idx)[0]
+            with diagnostics.silenced(model, 0):
+                assert torch.equal(model(idx)[0], cut_before)
+    model, gated = make(CASES["exoformer"]), ExoFormer(CASES["gated"]).double()
+    gated.load_state_dict({key: value for key, value in model.state_dict().items() if key in gated.state_dict()})
+    for block in model.blocks:
+        for lam in block.attn.mixing.lam.values():
+            lam.data[1] = 1
+    with diagnostics.silenced(model, 0):
+        assert (model(idx)[0] - gated(idx)[0]).abs().max() < 1e-12
+
+
+def test_who_carries_the_token():
+    """A letter changed for the anchors alone moves nothing if nobody reads them, and all there is to move if they are all
+    that is read; intact on both sides moves nothing.
+    """
+    diagnostics = experiment("diagnostics")
+    text = torch.tensor([list(b"the quick brown fox jumps over it"), list(b"and then it sleeps for a long day")])
+    for name in ("exoformer", "nuresformer", "exoformer-dynamic"):
+        config = Config.variant(name, vocab_size=256, block_size=40, n_layer=3, n_head=2, n_embd=8)
+        model = randomise(ExoFormer(config), 0.3).double().eval()
+        moved = diagnostics.who_carries(model, text)
+        assert all(value > 1e-4 for value in moved.values())
+        with diagnostics.silenced(model, 0):
+            cut = diagnostics.who_carries(model, text)
+        assert cut["only in the anchors"] == 0 and cut["only in the stream"] == cut["in both"] > 0
+        with diagnostics.with_anchors(model, diagnostics.anchors_of(model, text)):
+            assert (model(text)[0] - model(text)[0]).abs().max() == 0
+        assert torch.equal(model(text)[0], model(text)[0]) and "exogenous" not in vars(model.anchor)
+
+
+def test_gamma_by_place():
+    """Places count letters of a word, from the first byte that is none; the mean of γ at a place is that of its bytes."""
+    diagnostics = experiment("diagnostics")
+    assert diagnostics.places_in_words(list(b"ab cde'f\nlonger words")) == [
+        None, None, 0, 1, 2, 3, 6, 1, 0, 1, 2, 3, 4, 5, 5, 0, 1, 2, 3, 4, 5]
+    idx = torch.tensor([list(b" ab cd"), list(b"xx yy ")])
+    gamma = torch.arange(24.0).view(2, 2, 6)
+    made = diagnostics.gamma_by_place([dict(gamma=dict(v=gamma))], idx)
+    first, second = made["v"][0]
+    assert first[:3] == pytest.approx([(0 + 3 + 8 + 11) / 4, (1 + 4 + 9) / 3, (2 + 5 + 10) / 3], abs=1e-4)
+    assert first[3:] == [None] * 4 and second[1] == pytest.approx(first[1] + 12)
+
+
+def test_diagnostics_run(lab, capsys):
+    """diagnostics.py writes its lines, a page that shows every character's γ, and figures if matplotlib is there; a
+    file that is no checkpoint is one line.
+    """
+    diagnostics = experiment("diagnostics")
+    lab("--max_iters=3", "--variant=gated", "--block_size=32", out="gated")
+    lab("--max_iters=3", "--block_size=32", "--n_layer=2")
+    capsys.readouterr()
+    text = "The quick <brown> fox & the dog. " * 4
+    Path("text.txt").write_text(text)
+    files = ["gated/last.pt", "out/last.pt"]
+    assert diagnostics.main([*files, "--to=seen", "--windows=4", "--text=text.txt"]) == 0
+    lines = [json.loads(line) for line in Path("seen/diagnostics.jsonl").read_text().splitlines()]
+    assert [line["variant"] for line in lines] == ["gated", "exoformer-dynamic"]
+    assert list(lines[0]["interventions"]) == ["intact"] and list(lines[1]["interventions"]) == list(diagnostics.INTERVENTIONS)
+    page = Path("seen/gamma.html").read_text(encoding="utf-8")
+    shown = re.search(r'<div id="text">(.*?)</div>', page, re.S)[1]
+    assert html.unescape(re.sub("<.?i>", "", shown)) == text and "{{" not in page
+    values = json.loads(re.search(r"const values = (.*);", page)[1])
+    model = train.load_checkpoint(Path("out/last.pt"))[1].eval()
+    idx = torch.tensor([list(text.encode())])
+    assert len(values) == 2 * 4 * 2 and all(len(of) == len(text) for of in values.values())
+    for start, seen in ((0, range(0, 32)), (16, range(32, 48)), (96, range(112, 128))):     # windows that overlap by half
+        gamma = diagnostics.layers_of(model, idx[:, start:start + 32])[1]["gamma"]["v"][0, 0]
+        assert [round(100 * gamma[i - start].item()) for i in seen] == [values["2 v 1"][i] for i in seen]
+    assert diagnostics.main(["text.txt"]) == 2 and capsys.readouterr().err.count("\n") == 1
+
+
+def test_figures(lab):
+    """Figures are whole SVG files, below 100 kB, whose text and axes follow the page's theme."""
+    pytest.importorskip("matplotlib", reason="pip install -r experiments/requirements.txt")
+    plots = experiment("plots")
+    diagnostics = experiment("diagnostics")
+    lab("--max_iters=2", "--variant=gated", "--block_size=32", out="gated")
+    lab("--max_iters=2", "--block_size=32")
+    assert diagnostics.main(["gated/last.pt", "out/last.pt", "--to=seen", "--windows=4"]) == 0
+    plots.differences({"base": {"systems": [0.01, 0.02], "matched": [0.0, 0.01]}}, Path("seen/differences.svg"))
+    figures = sorted(path.name for path in Path("seen").glob("*.svg"))
+    assert figures == ["carries.svg", "depth.svg", "differences.svg", "gamma.svg", "interventions.svg", "lambda.svg"]
+    for path in Path("seen").glob("*.svg"):
+        root = xml.etree.ElementTree.parse(path).getroot()
+        text = path.read_text(encoding="utf-8")
+        assert root.tag.endswith("svg") and text.count("<text") > 5 and path.stat().st_size < 100_000
+        assert "prefers-color-scheme" in text and plots.INK not in text and "#000000" not in text

@@ -24,6 +24,7 @@ import shutil
 import sys
 import tempfile
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import asdict, replace
@@ -255,14 +256,29 @@ def append(path: Path, line: dict) -> None:
 
 
 def watch_parent() -> None:
-    """In a worker: end with the main process, even if that one is killed."""
+    """In a process of side_by_side: end with the main process, even if that one is killed."""
     torch.set_num_threads(1)
     parent = multiprocessing.parent_process()
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
+def side_by_side(function, work: dict, jobs: int) -> Iterator[tuple]:
+    """Yields (name, function(*arguments)) of each in `work`, as they are done: one thread each, `jobs` at a time."""
+    if jobs == 1:
+        torch.set_num_threads(1)
+        yield from ((name, function(*arguments)) for name, arguments in work.items())
+        return
+    with patch.dict(os.environ, OMP_NUM_THREADS="1"):
+        pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), watch_parent)
+        try:
+            running = {pool.submit(function, *arguments): name for name, arguments in work.items()}
+            yield from ((running[job], job.result()) for job in as_completed(running))
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
 def unless_done(path: Path, name: str, grid: str, row: str, flags: dict, keep: Path | None) -> None:
-    """In a process of its own: train once and append the line, if no other process has done it meanwhile."""
+    """Train once and append the line, if no other process has done it meanwhile."""
     if name not in read(path):
         append(path, run(grid, row, flags, keep))
 
@@ -300,18 +316,14 @@ def run_grids(args) -> int:
                     flags = flags_of(grid, row, seed, args.quick) | (dict(dataset=args.dataset) if args.dataset else {})
                     data, *_ = load(flags.get("dataset", train.Options.dataset), flags["block_size"])
                     todo.setdefault(key(flags, data), (grid, row, flags, args.keep))
-    missing = {name: job for name, job in todo.items() if name not in done}
-    os.environ["OMP_NUM_THREADS"] = "1"                             # of the processes below
-    pool = ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn"), watch_parent)
-    try:
-        jobs = [pool.submit(unless_done, path, name, *job) for name, job in missing.items()]
-        for job in tqdm(as_completed(jobs), total=len(todo), initial=len(todo) - len(missing), disable=None):
-            job.result()
-    except (KeyboardInterrupt, SystemExit):
-        print(f"stopped; finished runs are in {path}, the same command goes on", file=sys.stderr)
-        return 130
-    finally:
-        pool.shutdown(cancel_futures=True)
+    missing = {name: (path, name, *job) for name, job in todo.items() if name not in done}
+    with tqdm(total=len(todo), initial=len(todo) - len(missing), disable=None) as bar:
+        try:
+            for _ in side_by_side(unless_done, missing, args.jobs):
+                bar.update()
+        except (KeyboardInterrupt, SystemExit):
+            print(f"stopped; finished runs are in {path}, the same command goes on", file=sys.stderr)
+            return 130
     print(f"{len(todo)} runs are in {path}")
     return 0
 

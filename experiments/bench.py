@@ -7,7 +7,6 @@ Benchmarks of the core. Each prints a Markdown table and says what it measured o
     python experiments/bench.py mixing         what applying γ apart from λ saves over weights λ γ
     python experiments/bench.py rope           what the model's rotation saves over the textbook's
     python experiments/bench.py shakespeare    nanoGPT's small run beside --preset=shakespeare-cpu
-    python experiments/bench.py lessons        the exercises of the README, in pairs of one seed
 
 --quick makes each so small that it only shows that it runs. Models that are compared take turns,
 so that a machine that slows down slows all of them; ratios are medians over the rounds. A step is
@@ -19,15 +18,13 @@ import csv
 import io
 import math
 import platform
-import re
 import sys
 import tempfile
 import time
-import types
 from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
-from statistics import mean, median, stdev
+from statistics import median
 from unittest.mock import patch
 
 import torch
@@ -46,10 +43,6 @@ from exoformer import Config, ExoFormer  # noqa: E402
 ROWS = ("gated", "exoformer", "exoformer-dynamic")
 SIZE = dict(n_layer=6, n_head=6, n_embd=384, block_size=256, batch_size=8)
 TINY = dict(n_layer=2, n_head=2, n_embd=32, block_size=16, batch_size=2)
-
-# 97.5 % quantiles of Student's t by degrees of freedom, for 95 % intervals of paired differences
-T_QUANTILE = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306,
-              9: 2.262, 10: 2.228, 11: 2.201, 12: 2.179, 13: 2.160, 14: 2.145, 15: 2.131}
 
 
 # --- Timing ---------------------------------------------------------------------------------------
@@ -375,61 +368,7 @@ def shakespeare(args, seed: int = 1337) -> None:
         float(last["val_loss"]))
 
 
-def exercises() -> list[tuple[str, str, str]]:
-    """(title, line to change, changed line) of each exercise in the README."""
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    found = re.findall(r"^# \d\. (.*?)\. .*\n-(.*)\n\+(.*)$", readme, re.M)
-    if not found:
-        raise train.UserError("README.md: no exercises found, expected '# 1. Title. Text', -, +")
-    return found
-
-
-def changed_exoformer(old: str, new: str) -> types.ModuleType:
-    """exoformer.py as a module, with one piece of its text changed."""
-    source = (ROOT / "exoformer.py").read_text(encoding="utf-8")
-    if source.count(old) != 1:
-        raise train.UserError(f"{old.strip()!r} stands {source.count(old)} times in exoformer.py: "
-                              "expected once, adapt the exercise in README.md")
-    module = types.ModuleType("exoformer")
-    exec(compile(source.replace(old, new), "exoformer.py", "exec"), module.__dict__)
-    return module
-
-
-def interval(differences: list[float]) -> str:
-    """Mean and 95 % interval of paired differences (Student's t)."""
-    n = len(differences)
-    half = T_QUANTILE[n - 1] * stdev(differences) / math.sqrt(n) if n > 1 else math.inf
-    return f"{mean(differences):+.4f} ± {half:.4f}"
-
-
-def lessons(args) -> None:
-    """The README's exercises beside the unchanged model: same seed, same batches, same start."""
-    seeds = range(1, 1 + (args.rounds or (1 if args.quick else 8)))
-    flags = ["--preset=shakespeare-cpu", "--variant=exoformer-dynamic", f"--dataset={args.dataset}",
-             f"--device={args.device}", f"--dtype={args.dtype}"]
-    flags += ["--max_iters=3", "--eval_iters=4"] if args.quick else []
-    print(caption(dict(seeds=f"1 to {len(seeds)}"), args.device, args.dtype))
-    print("| exercise | mean loss | difference to unchanged, 95 % interval | lower in "
-          "| mean shares of the anchors, by norm |\n|---|---|---|---|---|")
-    unchanged = None
-    for title, old, new in [("unchanged", "", ""), *exercises()]:
-        module = changed_exoformer(old, new) if old else exoformer
-        with patch.multiple(train, Config=module.Config, ExoFormer=module.ExoFormer):
-            runs = [trained(*flags, f"--seed={seed}") for seed in seeds]
-        losses = [float(row["val_loss"]) for row, _ in runs]
-        unchanged = unchanged or losses
-        text = "".join(text for _, text in runs)
-        found = {s: [int(x) for x in re.findall(rf"\b{s} (\d+)%", text)] for s in "qkvg"}
-        shares = ", ".join(f"{s} {mean(percent):.0f} %" for s, percent in found.items() if percent)
-        differences = [a - b for a, b in zip(losses, unchanged)]
-        paired, lower = "", ""
-        if old:
-            paired = interval(differences)
-            lower = f"{sum(d < 0 for d in differences)} of {len(seeds)}"
-        print(f"| {title} | {mean(losses):.4f} | {paired} | {lower} | {shares} |", flush=True)
-
-
-COMMANDS = {f.__name__: f for f in (steps, mixing, muon, generation, rope, shakespeare, lessons)}
+COMMANDS = {f.__name__: f for f in (steps, mixing, muon, generation, rope, shakespeare)}
 
 
 def main(argv: list[str]) -> int:
@@ -437,14 +376,14 @@ def main(argv: list[str]) -> int:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=COMMANDS)
     parser.add_argument("--quick", action="store_true", help="tiny sizes: only shows that it runs")
-    parser.add_argument("--rounds", type=int, help="rounds of timing, or seeds of lessons")
+    parser.add_argument("--rounds", type=int, help="rounds of timing")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda ...")
     parser.add_argument("--dtype", default="auto",
                         help="auto, float32 or bfloat16 (default: what train.py takes)")
-    parser.add_argument("--dataset", default="shakespeare", help="of shakespeare and lessons")
+    parser.add_argument("--dataset", default="shakespeare", help="of shakespeare")
     args = parser.parse_args(argv)
-    if args.rounds is not None and not 1 <= args.rounds <= 1 + max(T_QUANTILE):
-        parser.error(f"--rounds={args.rounds}: expected 1 to {1 + max(T_QUANTILE)}")
+    if args.rounds is not None and args.rounds < 1:
+        parser.error(f"--rounds={args.rounds}: expected 1 or more")
     if args.quick:
         args.rounds = args.rounds or 1
     try:

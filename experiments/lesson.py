@@ -11,13 +11,10 @@ same start on both sides, so that a seed's difference is the change's. Two runs 
 import argparse
 import io
 import json
-import multiprocessing
-import os
 import re
 import sys
 import tempfile
 import types
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from statistics import mean
@@ -32,7 +29,7 @@ sys.path.insert(0, str(ROOT))
 
 import exoformer  # noqa: E402
 import train  # noqa: E402
-from ablations import RESULTS, interval, lower_in, watch_parent  # noqa: E402
+from ablations import RESULTS, interval, lower_in, side_by_side  # noqa: E402
 from data.prepare import Split, UserError, load  # noqa: E402
 
 FLAGS = dict(preset="shakespeare-cpu", max_iters=100, eval_interval=100)
@@ -107,13 +104,7 @@ def measure(number: int, seeds: int, jobs: int, extra: dict) -> dict:
         for seed in range(1, 1 + seeds):
             for side, change in (("before", None), ("after", (old, new))):
                 todo[variant, side, seed] = change, FLAGS | dict(variant=variant, seed=seed) | extra
-    os.environ["OMP_NUM_THREADS"] = "1"                             # of the processes below
-    pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), watch_parent)
-    try:
-        running = {pool.submit(run, *job): name for name, job in todo.items()}
-        found = {running[job]: job.result() for job in tqdm(as_completed(running), total=len(todo), disable=None)}
-    finally:
-        pool.shutdown(cancel_futures=True)
+    found = dict(tqdm(side_by_side(run, todo, jobs), total=len(todo), disable=None))
     measured = {}
     for variant, side, _ in todo:
         measured.setdefault(variant, {}).setdefault(side, [])
