@@ -81,7 +81,8 @@ RATES = {"half Muon": dict(muon_lr=0.005), "twice Muon": dict(muon_lr=0.02), "ha
 GRIDS = {
     "systems": {variant: dict(variant=variant) for variant in VARIANTS},
     "matched": {variant: dict(variant=variant, matched=True) for variant in VARIANTS},
-    "rates": {f"{variant}, {name}": dict(variant=variant, **rates) for variant in TRIO for name, rates in RATES.items()},
+    "rates": {f"{variant}, {name}": dict(variant=variant, **rates)
+              for variant in TRIO for name, rates in RATES.items()},
     "granularity": rows(BOTH, granularity=["elementwise", "headwise", "scalar"]),
     "anchor-norm": rows(BOTH, anchor_norm=["none", "qk", "qkvg"]),
     "post-norm": rows(["exoformer"], post_norm=["qk", "qkv", "qkvg"]),
@@ -103,8 +104,8 @@ def flags_of(grid: str, row: str, seed: int, quick: bool) -> dict:
     sizes = {name: value for name, value in flags.items() if name in train.MODEL_FLAGS}
     config = Config.variant(flags["variant"], **sizes)
     flags |= {name: value for name, value in asdict(config).items() if name in sizes}
-    if flags.pop("matched", False):
-        flags["width"] = matched_width(config)
+    if flags.pop("matched", False) and (width := matched_width(config)):
+        flags["width"] = width
     if "cheaper" in flags:
         flags["max_iters"] = round(flags["max_iters"] / price(flags.pop("cheaper"), config))
     if config != Config.variant(flags["variant"], **{n: v for n, v in sizes.items() if n not in AXES}):
@@ -147,12 +148,13 @@ def meta_model(config: Config) -> ExoFormer:
 
 
 def price(what: str, config: Config) -> float:
-    """FLOPs or time of a training step of gated's, of the system that has this config (time: as cost.py measured it)."""
+    """What a training step of this config costs of one of gated's: FLOPs, or time as cost.py measured it."""
     if what == "FLOPs":
         gated = replace(config, anchor="none", dynamic=False)
         return meta_model(config).flops_per_token() / meta_model(gated).flops_per_token()
-    lines = [json.loads(line) for line in (RESULTS / "cost.jsonl").read_text(encoding="utf-8").splitlines()]
-    rows = {row["variant"]: row for line in lines if line["size"] == "small" for row in line["rows"]}
+    text = (RESULTS / "cost.jsonl").read_text(encoding="utf-8")
+    measured = [line for line in map(json.loads, text.splitlines()) if line["size"] == "small"]
+    rows = {row["variant"]: row for row in measured[-1]["rows"]}
     return rows["exoformer-dynamic" if config.dynamic else "exoformer"]["step"] / rows["gated"]["step"]
 
 
@@ -287,13 +289,15 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser("ablations.py", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("grids", nargs="+", choices=GRIDS, metavar="GRID", help=", ".join(GRIDS))
-    parser.add_argument("--seeds", type=int, help="1 to this one (default: 16 of systems and matched, 4 of large, else 8)")
+    parser.add_argument("--seeds", type=int,
+                        help="1 to this one (default: 16 of systems and matched, 4 of large, else 8)")
     parser.add_argument("--first", type=int, default=1, help="the first seed (default: 1)")
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side, one thread each (default: 1)")
     parser.add_argument("--only", help="of a grid, the rows whose names hold this text")
     parser.add_argument("--dataset", help="instead of the size's own")
     parser.add_argument("--keep", type=Path, help="a folder for the last checkpoint of each run, for diagnostics.py")
-    parser.add_argument("--out", type=Path, default=RUNS, help="the file of lines (default: experiments/results/runs.jsonl)")
+    parser.add_argument("--out", type=Path, default=RUNS,
+                        help="the file of lines (default: experiments/results/runs.jsonl)")
     parser.add_argument("--quick", action="store_true", help="tiny sizes: only shows that it runs")
     args = parser.parse_args(argv)
     for name in ("seeds", "jobs"):
@@ -313,7 +317,8 @@ def run_grids(args) -> int:
         for grid in args.grids:
             for row in GRIDS[grid] if seed <= (args.seeds or SEEDS[grid]) else ():
                 if (args.only or "") in row:
-                    flags = flags_of(grid, row, seed, args.quick) | (dict(dataset=args.dataset) if args.dataset else {})
+                    flags = flags_of(grid, row, seed, args.quick)
+                    flags |= dict(dataset=args.dataset) if args.dataset else {}
                     data, *_ = load(flags.get("dataset", train.Options.dataset), flags["block_size"])
                     todo.setdefault(key(flags, data), (grid, row, flags, args.keep))
     missing = {name: (path, name, *job) for name, job in todo.items() if name not in done}

@@ -71,8 +71,10 @@ def jobs_of(model: ExoFormer, size: dict, device: torch.device, dtype: str) -> d
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser("cost.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=SIZES, default="cpu", help="small, cpu (python train.py's) or large (default: cpu)")
+    parser = argparse.ArgumentParser("cost.py", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SIZES, default="cpu",
+                        help="small, cpu (python train.py's) or large (default: cpu)")
     parser.add_argument("--rounds", type=int, help="of timing (default: 15)")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda ...")
     parser.add_argument("--dtype", default="auto", help="auto, float32 or bfloat16 (default: what train.py takes)")
@@ -102,13 +104,15 @@ def main(argv: list[str]) -> int:
     rows = []
     for variant, model in models.items():
         per_token = model.flops_per_token()
-        times = {what: [t / (DECODED if what == "token" else 1) for t in seconds[variant, what]] for what in ("step", "prefill", "token")}
+        step_flops = per_token * size["batch_size"] * size["block_size"]
+        times = {what: median(seconds[variant, what]) for what in ("step", "prefill", "token")}
+        times["token"] /= DECODED
         rows.append(dict(
             variant=variant, parameters=model.num_params()[0], flops_per_token=per_token,
             cache=cache_bytes(model.config, 2 if dtype == "bfloat16" else 4),
             flops=round(per_token / models["gated"].flops_per_token(), 3),
-            of_peak=round(per_token * size["batch_size"] * size["block_size"] / median(times["step"]) / peak, 3),
-            **{what: round(1000 * median(of), 2) for what, of in times.items()},
+            of_peak=round(step_flops / times["step"] / peak, 3),
+            **{what: round(1000 * time, 2) for what, time in times.items()},
             **{f"{what}_ratio": ratio(seconds[variant, what], seconds["gated", what]) for what in times}))
     line = dict(caption=heading.strip(), size=args.size, peak=round(peak / 1e9, 1), rows=rows)
     if args.save and not args.quick:
@@ -121,12 +125,13 @@ def main(argv: list[str]) -> int:
 def table(line: dict) -> str:
     """The figures as Markdown."""
     text = [f"{line['caption']}. A large matrix product runs at {line['peak']:.0f} GFLOP/s.\n",
-            "| | parameters | FLOPs a token | of gated's | K/V cache | a step | of gated's | of the product's speed | prefill, of gated's "
-            "| a token, of gated's |", "|---|---|---|---|---|---|---|---|---|---|"]
+            "| | parameters | FLOPs a token | of gated's | K/V cache | a step | of gated's "
+            "| of the product's speed | prefill, of gated's | a token, of gated's |",
+            "|---|---|---|---|---|---|---|---|---|---|"]
     for row in line["rows"]:
-        text.append(f"| `{row['variant']}` | {row['parameters']:,} | {row['flops_per_token'] / 1e6:.2f}M | {row['flops']:.3f} | "
-                    f"{row['cache'] / 1024:.0f} KiB | {row['step']:.0f} ms | {row['step_ratio']} | {row['of_peak']:.0%} | "
-                    f"{row['prefill_ratio']} | {row['token_ratio']} |")
+        text.append(f"| `{row['variant']}` | {row['parameters']:,} | {row['flops_per_token'] / 1e6:.2f}M "
+                    f"| {row['flops']:.3f} | {row['cache'] / 1024:.0f} KiB | {row['step']:.0f} ms "
+                    f"| {row['step_ratio']} | {row['of_peak']:.0%} | {row['prefill_ratio']} | {row['token_ratio']} |")
     return "\n".join(text)
 
 

@@ -104,7 +104,8 @@ def lambda_map(model: ExoFormer) -> dict[str, list]:
 @torch.no_grad()
 def silenced(model: ExoFormer, term: int, letters: str = "qkvg"):
     """λ1 (term 0: the anchor's) or λ2 (term 1: the layer's own) is zero within the block, in every layer that mixes."""
-    lams = [lam for block in model.blocks if block.attn.mixing for s, lam in block.attn.mixing.lam.items() if s in letters]
+    mixings = [block.attn.mixing for block in model.blocks if block.attn.mixing]
+    lams = [lam for mixing in mixings for s, lam in mixing.lam.items() if s in letters]
     before = [lam.clone() for lam in lams]
     try:
         for lam in lams:
@@ -237,7 +238,7 @@ def page(model: ExoFormer, text: bytes, title: str) -> str:
     """An HTML page: `text`, each character coloured by its γ, with a menu for layer and component."""
     T, half = model.config.block_size, (model.config.block_size + 1) // 2
     starts = range(0, max(1, len(text) - T + half), half)
-    windows = [text[start:start + T].ljust(T, b" ") for start in starts]    # of each, but the first, the last half counts
+    windows = [text[start:start + T].ljust(T, b" ") for start in starts]    # but for the first, the last half counts
 
     def joined(gamma: Tensor) -> list[int]:
         values = torch.cat((gamma[0, :T - half], gamma[:, T - half:].flatten()))        # gamma [windows, T]
@@ -247,8 +248,8 @@ def page(model: ExoFormer, text: bytes, title: str) -> str:
     values = {f"{n} {s} {1 + term}": joined(pair[term])
               for n, layer in enumerate(layers, 1) for s, pair in layer.get("gamma", {}).items() for term in (0, 1)}
     template = (Path(__file__).parent / "gamma.html").read_text(encoding="utf-8")
-    spans = "".join(f"<i>{html.escape(chr(byte)) if 32 < byte < 127 else ' ' if byte != 10 else '↵'}</i>"
-                    + ("\n" if byte == 10 else "") for byte in text)
+    shown = {10: "↵</i>\n<i>"} | {byte: html.escape(chr(byte)) for byte in range(33, 127)}     # all else: a space
+    spans = "".join(f"<i>{shown.get(byte, ' ')}</i>" for byte in text).replace("\n<i></i>", "\n")
     return (template.replace("{{title}}", html.escape(title)).replace("{{text}}", spans)
             .replace("{{values}}", json.dumps(values, separators=(",", ":"))))
 
@@ -293,9 +294,10 @@ def main(argv: list[str]) -> int:
 def table(line: dict) -> str:
     """The line for a reader, as Markdown."""
     rows = [f"**{line['variant']}**, seed {line['seed']}, {line['steps']} steps on {line['dataset']}\n",
-            "| layer | similarity of tokens | attention on the first | components for 99 % | gate, mean | below 0.1 "
-            "| the anchors' share |", "|---|---|---|---|---|---|---|"]
-    for n, (similar, first, count) in enumerate(zip(line["similarity"], line["first_token"], line["components"]), 1):
+            "| layer | similarity of tokens | attention on the first | components for 99 % | gate, mean "
+            "| gate below 0.1 | the anchors' share |", "|---|---|---|---|---|---|---|"]
+    measures = zip(line["similarity"], line["first_token"], line["components"])
+    for n, (similar, first, count) in enumerate(measures, 1):
         gate = line["gate"][n - 1] if line["gate"] else None
         shares = line.get("shares", {}).get(n, {})
         rows.append(f"| {n} | {similar:.3f} | {first:.3f} | {count} | "

@@ -114,7 +114,8 @@ def measure(number: int, seeds: int, jobs: int, extra: dict) -> dict:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser("lesson.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser("lesson.py", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("number", type=int, help="of the lesson in the README")
     parser.add_argument("--seeds", type=int, default=4, help="1 to this one (default: 4)")
     parser.add_argument("--jobs", type=int, default=2, help="runs side by side, one thread each (default: 2)")

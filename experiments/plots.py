@@ -58,7 +58,8 @@ def by_variant(lines: list[dict], name: str) -> dict[str, list[dict]]:
 # --- Of diagnostics --------------------------------------------------------------------------------
 def depth(lines: list[dict], path: Path) -> None:
     """Over the layers: similarity of tokens, attention on the first one, components for 99 % of the variance."""
-    panels = {"similarity": "similarity of tokens\n(mean cosine)", "first_token": "attention on the first token\n(mean weight)",
+    panels = {"similarity": "similarity of tokens\n(mean cosine)",
+              "first_token": "attention on the first token\n(mean weight)",
               "components": "components for 99 %\nof the variance"}
     fig, axes = figure(1, 3, 9, 2.9)
     for axis, (name, label) in zip(axes[0], panels.items()):
@@ -67,8 +68,8 @@ def depth(lines: list[dict], path: Path) -> None:
             x = range(1, 1 + len(curves[0]))
             for curve in curves[1:] and curves:
                 axis.plot(x, curve, color=COLOURS[variant], alpha=0.25, lw=1)
-            axis.plot(x, [mean(at) for at in zip(*curves)], color=COLOURS[variant], marker=MARKS[variant], label=variant,
-                      clip_on=False)
+            axis.plot(x, [mean(at) for at in zip(*curves)], color=COLOURS[variant], marker=MARKS[variant],
+                      label=variant, clip_on=False)
         axis.set(xlabel="layer", title=label, xticks=list(x), ylim=(0, None))
     fig.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     save(fig, path)
@@ -77,7 +78,7 @@ def depth(lines: list[dict], path: Path) -> None:
 def bars(lines: list[dict], measure: str, names: list[str], value, ylabel: str, path: Path) -> None:
     """Groups of bars, one group a variant, one bar a name; a dot for each seed."""
     groups = by_variant(lines, measure)
-    fig, axes = figure(1, 1, 7.2, 3.2)
+    fig, ((axis,),) = figure(1, 1, 7.2, 3.2)
     shades = dict(zip(names, ("#0072B2", "#D55E00", "#E69F00", "#56B4E9")))
     hatches = dict(zip(names, ("", "//", "..", "\\\\")))
     for i, group in enumerate(groups.values()):
@@ -85,11 +86,13 @@ def bars(lines: list[dict], measure: str, names: list[str], value, ylabel: str, 
             seen = [value(line[measure][name]) for line in group if name in line[measure]]
             if seen:
                 x = i + (j - (len(names) - 1) / 2) * 0.8 / len(names)
-                axes[0][0].bar(x, mean(seen), 0.72 / len(names), color=shades[name], hatch=hatches[name],
-                               edgecolor="white", lw=0, label=name if name not in axes[0][0].get_legend_handles_labels()[1] else None)
-                axes[0][0].scatter([x] * len(seen), seen, s=7, color=INK, zorder=3, lw=0)
-    axes[0][0].set(xticks=range(len(groups)), xticklabels=list(groups), ylabel=ylabel)
-    fig.legend(*axes[0][0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
+                axis.bar(x, mean(seen), 0.72 / len(names), color=shades[name], hatch=hatches[name],
+                         edgecolor="white", lw=0, label=name)
+                axis.scatter([x] * len(seen), seen, s=7, color=INK, zorder=3, lw=0)
+    axis.set(xticks=range(len(groups)), xticklabels=list(groups), ylabel=ylabel)
+    once = dict(zip(*reversed(axis.get_legend_handles_labels())))           # {name: its bar in the last group}
+    fig.legend([once[name] for name in names if name in once], [name for name in names if name in once],
+               loc="outside upper center", ncols=4)
     save(fig, path)
 
 
@@ -107,7 +110,7 @@ def gamma(lines: list[dict], path: Path) -> None:
                 curves = [line["gamma"][s][n][term] for line in group]
                 for curve in curves:
                     axis.plot(curve, style, color=colour, alpha=0.25, lw=1)
-                middle = [mean(y for y in at if y is not None) if any(y is not None for y in at) else None for at in zip(*curves)]
+                middle = [mean(at) if None not in at else None for at in zip(*curves)]
                 axis.plot(middle, style, color=colour, marker="os"[term], markersize=4, label=name)
             axis.set(ylim=(0, 1), yticks=(0, 0.5, 1))
             if row == 0:
@@ -129,7 +132,8 @@ def lambdas(line: dict, path: Path) -> None:
         image = axis.imshow(rows, aspect="auto", vmin=0, vmax=1, cmap="cividis", interpolation="nearest",
                             extent=(0, len(rows[0]), first + len(rows) - 0.5, first - 0.5))
         axis.set(ylabel=f"λ of {s}\nlayer", yticks=range(first, first + len(rows)))
-        for edge in range(line["config"]["n_embd"] // line["config"]["n_head"], len(rows[0]), line["config"]["n_embd"] // line["config"]["n_head"]):
+        d_h = line["config"]["n_embd"] // line["config"]["n_head"]
+        for edge in range(d_h, len(rows[0]), d_h):
             axis.axvline(edge, color="white", lw=0.8)
     axes[-1, 0].set_xlabel("channel; white lines divide the heads")
     fig.colorbar(image, ax=axes[:, 0], label="|λ1| / (|λ1| + |λ2|)", pad=0.01)
@@ -157,14 +161,15 @@ def diagnostics(lines: list[dict], name: str, path: Path) -> bool:
 # --- Of grids --------------------------------------------------------------------------------------
 def differences(points: dict[str, dict[str, list[float]]], path: Path) -> None:
     """Paired differences to `gated`, one row a system: a dot for each seed, the mean with its 95 % interval."""
-    fig, axes = figure(1, 1, 7.2, 0.52 * len(points) + 1.3)
-    axis, grids = axes[0][0], {"systems": ("o", "#0072B2", "as they are"), "matched": ("D", "#D55E00", "with equal parameters")}
+    fig, ((axis,),) = figure(1, 1, 7.2, 0.52 * len(points) + 1.3)
+    grids = {"systems": ("o", "#0072B2", "as they are"), "matched": ("D", "#D55E00", "with equal parameters")}
     for i, (row, of) in enumerate(points.items()):
         for j, (grid, seen) in enumerate(of.items()):
             mark, colour, label = grids[grid]
             y = i + 0.18 * (2 * j - 1)
             axis.scatter(seen, [y] * len(seen), s=9, color=colour, alpha=0.35, lw=0)
-            axis.errorbar(mean(seen), y, xerr=half_width(seen) if len(seen) > 1 else 0, fmt=mark, color=colour, capsize=3, label=label if i == 0 else None)
+            axis.errorbar(mean(seen), y, xerr=half_width(seen) if len(seen) > 1 else 0, fmt=mark, color=colour,
+                          capsize=3, label=label if i == 0 else None)
     axis.axvline(0, color=INK, lw=0.8)
     axis.set(yticks=range(len(points)), yticklabels=list(points), ylim=(len(points) - 0.5, -0.5),
              xlabel="difference in loss to gated, nats per byte; left is better")

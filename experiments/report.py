@@ -45,23 +45,26 @@ def finals(by_seed: dict[int, dict]) -> dict[int, float]:
 
 
 def grid_table(grid: str, runs: dict[str, dict]) -> str:
-    """Every row's mean, and its paired differences to `gated` and, in grids of one axis, to the system's own default."""
+    """Every row's mean, and its paired differences to `gated` and, in grids of one axis, to the system itself."""
     found, gated = of_grid(grid, runs), finals(of_grid("systems", runs).get("gated", {}))
     if grid in ("matched", "large"):
         gated = finals(found.get("gated", {}))
     axis = grid not in ("systems", "matched", "large")
-    lines = ["| | parameters | seeds | mean loss | between seeds | difference to `gated`, 95 % interval | lower in | "
-             "between differences |" + (" to the system's default |" if axis else ""),
+    lines = ["| | parameters | seeds | mean loss | between seeds | difference to `gated`, 95 % interval "
+             "| lower in | between differences |" + (" difference to the system itself |" if axis else ""),
              "|---|---|---|---|---|---|---|---|" + ("---|" if axis else "")]
     for row, by_seed in found.items():
         losses, differences = finals(by_seed), paired(finals(by_seed), gated)
-        name = ", ".join(f"`{part}`" if i == 0 else part.replace("_", " ") for i, part in enumerate(row.split(", ")))
-        same = losses == gated or not differences
-        line = (f"| {name} | {next(iter(by_seed.values()))['parameters']:,} | {len(by_seed)} | {mean(losses.values()):.4f} | "
-                f"{spread(list(losses.values()))} | " + (" |  |  |" if same else
-                f"{interval(differences)} | {lower_in(differences)} | {spread(differences)} |"))
+        variant, *rest = row.split(", ")
+        name = ", ".join([f"`{variant}`", *rest]).replace("_", " ")
+        line = (f"| {name} | {next(iter(by_seed.values()))['parameters']:,} | {len(by_seed)} "
+                f"| {mean(losses.values()):.4f} | {spread(list(losses.values()))} |")
+        if losses == gated or not differences:
+            line += "  |  |  |"
+        else:
+            line += f" {interval(differences)} | {lower_in(differences)} | {spread(differences)} |"
         if axis:
-            own = finals(of_grid("systems", runs).get(row.split(", ")[0], {}))
+            own = finals(of_grid("systems", runs).get(variant, {}))
             to_own = paired(losses, own)
             line += f" {interval(to_own) if to_own and any(to_own) else ''} |"
         lines.append(line)
@@ -79,7 +82,7 @@ def tokens_to_reach(run: dict, loss: float) -> float:
 
 
 def saving(run: dict, gated: dict) -> float:
-    """How many times the tokens `gated` takes to where the worse of the two ends: above 1 where run is the better one."""
+    """How many times the tokens `gated` takes to where the worse of the two ends; above 1 if run is the better one."""
     if run["final"] <= gated["final"]:
         return gated["tokens"] / tokens_to_reach(run, gated["final"])
     return tokens_to_reach(gated, run["final"]) / run["tokens"]
@@ -106,8 +109,11 @@ def budget_table(runs: dict[str, dict]) -> str:
         cells = []
         for by_seed in (systems.get(row), budget.get(f"{row}, gated's FLOPs"), budget.get(f"{row}, gated's time")):
             differences = paired(finals(by_seed or {}), gated)
-            steps = next(iter(by_seed.values()))["options"]["max_iters"] if by_seed else 0
-            cells.append(f"{interval(differences)} ({steps} steps, {len(differences)} seeds)" if differences else "not run")
+            if differences:
+                steps = next(iter(by_seed.values()))["options"]["max_iters"]
+                cells.append(f"{interval(differences)} ({steps} steps, {len(differences)} seeds)")
+            else:
+                cells.append("not run")
         lines.append(f"| `{row}` | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -116,7 +122,8 @@ def rates_table(runs: dict[str, dict]) -> str:
     """Each system's mean loss at each pair of rates, over the seeds that all of them have; the best is bold."""
     found = of_grid("rates", runs)
     seeds = set.intersection(*map(set, found.values())) if found else set()
-    means = {tuple(row.split(", ")): mean(by_seed[seed]["final"] for seed in seeds) for row, by_seed in found.items() if seeds}
+    means = {tuple(row.split(", ")): mean(by_seed[seed]["final"] for seed in seeds)
+             for row, by_seed in found.items() if seeds}
     variants, rates = (list(dict.fromkeys(names)) for names in (zip(*means) if means else ((), ())))
     best = {variant: min((row for row in means if row[0] == variant), key=means.get) for variant in variants}
     lines = [f"| mean loss, {len(seeds)} seeds | " + " | ".join(f"`{variant}`" for variant in variants) + " |",
@@ -147,15 +154,16 @@ def lessons_table() -> str:
 
 def depth_table(lines: list[dict]) -> str:
     """Mean over the seeds, in the first and in the last layer."""
-    rows = ["| first layer → last layer | seeds | similarity of tokens | attention on the first token | components for 99 % of the "
-            "variance | without anchors | anchors alone | mean gate |", "|---|---|---|---|---|---|---|---|"]
+    rows = ["| first layer → last layer | seeds | similarity of tokens | attention on the first token "
+            "| components for 99 % of the variance | without anchors | anchors alone | mean gate |",
+            "|---|---|---|---|---|---|---|---|"]
 
     def ends(curves: list[list[float]], form: str) -> str:
         return " → ".join(format(mean(curve[at] for curve in curves), form) for at in (0, -1))
     for variant in dict.fromkeys(line["variant"] for line in lines):
         group = [line for line in lines if line["variant"] == variant]
-        cut = [ends([line["interventions"][name]["components"] for line in group], ".0f") if name in group[0]["interventions"]
-               else "" for name in ("without anchors", "anchors alone")]
+        cut = [ends([line["interventions"][name]["components"] for line in group], ".0f")
+               if name in group[0]["interventions"] else "" for name in ("without anchors", "anchors alone")]
         gate = ends([[of["mean"] for of in line["gate"]] for line in group], ".2f") if group[0]["gate"] else ""
         rows.append(f"| `{variant}` | {len(group)} | {ends([line['similarity'] for line in group], '.2f')} | "
                     f"{ends([line['first_token'] for line in group], '.3f')} | "
@@ -163,10 +171,18 @@ def depth_table(lines: list[dict]) -> str:
     return "\n".join(rows)
 
 
+def source_line(runs: dict[str, dict]) -> str:
+    """By what code, versions and how much computing."""
+    sources = sorted({f"source `{run['source']}`, torch {run['versions']['torch']}" for run in runs.values()})
+    hours = sum(run["seconds"] for run in runs.values()) / 3600
+    return f"{len(runs)} runs, {hours:.1f} hours of training on one core each; by {'; '.join(sources)}."
+
+
 # --- Texts and figures -------------------------------------------------------------------------------
 def tables(runs: dict[str, dict]) -> dict[str, str]:
     made = {grid: grid_table(grid, runs) for grid in GRIDS if grid not in ("rates", "budget")}
-    made |= dict(rates=rates_table(runs), tokens=tokens_table(runs), budget=budget_table(runs), lessons=lessons_table())
+    made |= dict(rates=rates_table(runs), tokens=tokens_table(runs), budget=budget_table(runs))
+    made |= dict(lessons=lessons_table(), source=source_line(runs))
     made |= dict(cost="\n\n".join(cost.table(line) for line in lines_of("cost")))
     for name in ("diagnostics", "diagnostics-large"):
         made[name] = depth_table(lines_of(name))
@@ -191,7 +207,8 @@ def figures(runs: dict[str, dict]) -> dict[str, tuple]:
     small, large = lines_of("diagnostics"), lines_of("diagnostics-large")
     for suffix, lines in (("", small), ("-large", large)):
         if lines:
-            made |= {f"{name}{suffix}.svg": ("diagnostics", [lines, name]) for name in ("depth", "interventions", "carries", "gamma", "lambda")}
+            made |= {f"{name}{suffix}.svg": ("diagnostics", [lines, name])
+                     for name in ("depth", "interventions", "carries", "gamma", "lambda")}
     return made
 
 
@@ -200,7 +217,8 @@ def digest(arguments: list) -> str:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser("report.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser("report.py", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="change nothing, exit 1 where something disagrees")
     args = parser.parse_args(argv)
     runs, stale = read(), []
@@ -217,10 +235,12 @@ def main(argv: list[str]) -> int:
             stale.append(path)
             if not args.check:
                 import plots
-                getattr(plots, function)(*arguments, FIGURES / name)
-                path.write_text(path.read_text(encoding="utf-8").replace("<svg ", f"{mark}<svg ", 1), encoding="utf-8", newline="\n")
+                getattr(plots, function)(*arguments, path)
+                svg = path.read_text(encoding="utf-8").replace("<svg ", f"{mark}<svg ", 1)
+                path.write_text(svg, encoding="utf-8", newline="\n")
+    done = "not of the committed lines, run experiments/report.py" if args.check else "written"
     for path in stale:
-        print(f"{path.relative_to(ROOT)}: {'not of the committed lines, run experiments/report.py' if args.check else 'written'}")
+        print(f"{path.relative_to(ROOT)}: {done}")
     return 1 if args.check and stale else 0
 
 
