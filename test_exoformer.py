@@ -2484,6 +2484,9 @@ def test_grids_run_and_go_on(lab, monkeypatch, capsys):
         patched.setattr(ablations, "run", lambda *_: pytest.fail("trained again"))
         shared = ["granularity", "--only=exoformer, granularity elementwise", *command[1:]]
         assert ablations.main(command) == ablations.main(shared) == 0 and out.read_text() == text
+    (Path("kept") / "gated, seed 1.pt").unlink()                    # a checkpoint that is asked for and is not there
+    assert ablations.main([*command, "--keep=kept"]) == 0
+    assert (Path("kept") / "gated, seed 1.pt").exists() and out.read_text() == text
     out.write_text(text[:-200])                                     # the last line is torn
     assert ablations.main(command) == 0
     again = ablations.read(out)
@@ -2673,6 +2676,8 @@ def test_layers_are_those_of_the_model(monkeypatch):
         if model.config.dynamic:
             X = model.blocks[1].attn_norm(layers[0]["H"])
             assert torch.equal(layers[1]["gamma"]["k"][1], model.blocks[1].attn.mixing.gamma(X)["k"][1][..., 0, 0])
+            shares = train.anchor_shares(model, idx)
+            assert shares[2] == {s: pytest.approx(share.mean().item()) for s, share in layers[1]["share"].items()}
         assert not any(module._forward_hooks for module in model.modules())
 
 
@@ -2720,6 +2725,31 @@ def test_who_carries_the_token():
         assert torch.equal(model(text)[0], model(text)[0]) and "exogenous" not in vars(model.anchor)
 
 
+def test_gradient_conflict():
+    """The two gradients of layer 1's projections are told apart as by weights of their own for each of the two uses;
+    with λ1 = 0 nobody else reads them.
+    """
+    diagnostics, model = experiment("diagnostics"), make(CASES["nuresformer"])
+    idx = tokens(CASES["nuresformer"])
+    x, y = idx[:, :-1], idx[:, 1:]
+    found = diagnostics.gradient_conflict(model, x, y)
+    assert list(found) == list("qkvg") and all(abs(cosine) < 1 for cosine in found.values())
+    W, cut = model.blocks[0].attn.W["v"], copy.deepcopy(model)
+    own_use = torch.zeros_like(W.weight).requires_grad_()               # added to W in one of its two uses
+    anchor_use = torch.zeros_like(W.weight).requires_grad_()
+    hook = W.register_forward_hook(lambda _, inputs, output: output + inputs[0] @ own_use.T)
+    internal = model.anchor.internal
+    X = []
+    keep = model.blocks[0].attn_norm.register_forward_hook(lambda _, inputs, output: X.append(output))
+    model.anchor.internal = lambda S_1: internal(S_1 | dict(
+        v=S_1["v"].detach() + (X[-1].detach() @ anchor_use.T).unflatten(-1, (2, -1))))
+    gradients = torch.autograd.grad(model(x, y)[1], (own_use, anchor_use))
+    hook.remove(), keep.remove()
+    assert F.cosine_similarity(*(g.flatten() for g in gradients), dim=0).item() == pytest.approx(found["v"], abs=1e-9)
+    with diagnostics.silenced(cut, 0):
+        assert set(diagnostics.gradient_conflict(cut, x, y).values()) == {0.0}
+
+
 def test_gamma_by_place():
     """Places count letters of a word, from the first byte that is none; the mean of γ at a place is that of its bytes."""
     diagnostics = experiment("diagnostics")
@@ -2734,7 +2764,7 @@ def test_gamma_by_place():
 
 
 def test_diagnostics_run(lab, capsys):
-    """diagnostics.py writes its lines, a page that shows every character's γ, and figures if matplotlib is there; a
+    """diagnostics.py writes its lines, a page that shows every character's share and γ, and figures if matplotlib is there; a
     file that is no checkpoint is one line.
     """
     diagnostics = experiment("diagnostics")
@@ -2748,16 +2778,17 @@ def test_diagnostics_run(lab, capsys):
     lines = [json.loads(line) for line in Path("seen/diagnostics.jsonl").read_text().splitlines()]
     assert [line["variant"] for line in lines] == ["gated", "exoformer-dynamic"]
     assert list(lines[0]["interventions"]) == ["intact"] and list(lines[1]["interventions"]) == list(diagnostics.INTERVENTIONS)
-    page = Path("seen/gamma.html").read_text(encoding="utf-8")
+    page = Path("seen/exoformer-dynamic.html").read_text(encoding="utf-8")
     shown = re.search(r'<div id="text">(.*?)</div>', page, re.S)[1]
     assert html.unescape(re.sub("<.?i>", "", shown)) == text and "{{" not in page
     values = json.loads(re.search(r"const values = (.*);", page)[1])
     model = train.load_checkpoint(Path("out/last.pt"))[1].eval()
     idx = torch.tensor([list(text.encode())])
-    assert len(values) == 2 * 4 * 2 and all(len(of) == len(text) for of in values.values())
+    assert len(values) == 2 * 4 * 3 and all(len(of) == len(text) for of in values.values())
     for start, seen in ((0, range(0, 32)), (16, range(32, 48)), (96, range(112, 128))):     # windows that overlap by half
-        gamma = diagnostics.layers_of(model, idx[:, start:start + 32])[1]["gamma"]["v"][0, 0]
-        assert [round(100 * gamma[i - start].item()) for i in seen] == [values["2 v 1"][i] for i in seen]
+        layer = diagnostics.layers_of(model, idx[:, start:start + 32])[1]
+        for name, of in (("γ1", layer["gamma"]["v"][0]), ("γ2", layer["gamma"]["v"][1]), ("share", layer["share"]["v"])):
+            assert [round(100 * of[0, i - start].item()) for i in seen] == [values[f"2 v {name}"][i] for i in seen]
     assert diagnostics.main(["text.txt"]) == 2 and capsys.readouterr().err.count("\n") == 1
 
 

@@ -197,15 +197,15 @@ def source_hash() -> str:
 
 
 def run(grid: str, row: str, flags: dict, keep: Path | None) -> dict:
-    """Train once. Returns the run's line."""
+    """Train once. Returns the run's line; `keep` is a file for its last checkpoint."""
     flags, width = {name: value for name, value in flags.items() if name != "width"}, flags.get("width")
     with tempfile.TemporaryDirectory() as out:
         with widened(width), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
             train.train(flags | dict(out_dir=out, max_new_tokens=0))
             checkpoint, model = train.load_checkpoint(Path(out) / "last.pt")
         if keep:
-            keep.mkdir(parents=True, exist_ok=True)
-            shutil.copy(Path(out) / "last.pt", keep / f"{row}, seed {flags['seed']}.pt")
+            keep.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(Path(out) / "last.pt", keep)
         with open(Path(out) / "log.csv", newline="") as file:
             log = list(csv.DictReader(file))
     options = checkpoint["options"]
@@ -281,8 +281,11 @@ def side_by_side(function, work: dict, jobs: int) -> Iterator[tuple]:
 
 def unless_done(path: Path, name: str, grid: str, row: str, flags: dict, keep: Path | None) -> None:
     """Train once and append the line, if no other process has done it meanwhile."""
-    if name not in read(path):
-        append(path, run(grid, row, flags, keep))
+    done = name in read(path)
+    if not done or keep and not keep.exists():
+        line = run(grid, row, flags, keep)
+        if not done:
+            append(path, line)
 
 
 def main(argv: list[str]) -> int:
@@ -320,8 +323,10 @@ def run_grids(args) -> int:
                     flags = flags_of(grid, row, seed, args.quick)
                     flags |= dict(dataset=args.dataset) if args.dataset else {}
                     data, *_ = load(flags.get("dataset", train.Options.dataset), flags["block_size"])
-                    todo.setdefault(key(flags, data), (grid, row, flags, args.keep))
-    missing = {name: (path, name, *job) for name, job in todo.items() if name not in done}
+                    keep = args.keep and args.keep / f"{row}, seed {seed}.pt"
+                    todo.setdefault(key(flags, data), (grid, row, flags, keep))
+    missing = {name: (path, name, *job) for name, job in todo.items()
+               if name not in done or job[-1] and not job[-1].exists()}
     with tqdm(total=len(todo), initial=len(todo) - len(missing), disable=None) as bar:
         try:
             for _ in side_by_side(unless_done, missing, args.jobs):

@@ -8,7 +8,8 @@ Per layer: how alike the tokens' hidden vectors are, attention on the first toke
 the gate, the anchors' weight λ. Interventions: the model without its anchors, without v's anchor, with anchors alone.
 What γ learned, by a letter's place in its word. Who carries the token: one character changed, only in what the anchors
 read or only in the residual stream. Writes diagnostics.jsonl and figures into --to (default: diagnostics/ beside the
-first checkpoint), and for dynamic models a page, gamma.html, that shows γ of every character of a text.
+first checkpoint), and for each system with anchors a page that shows every character of a text: how much it leans on
+its anchor, in each layer and component, and its γ.
 """
 
 import argparse
@@ -39,7 +40,11 @@ NEXT = 8                                                                # predic
 # --- What a layer computes, by hooks ---------------------------------------------------------------
 @torch.no_grad()
 def layers_of(model: ExoFormer, idx: Tensor) -> list[dict]:
-    """Of each layer: H [B, T, d], Ŝ after post-norm by letter, rotated q and k [B, T, h, d_h], and γ if dynamic."""
+    """Of each layer: H [B, T, d], Ŝ after post-norm by letter, rotated q and k [B, T, h, d_h].
+
+    Where it mixes also, by letter, the anchor's share of the mix by norm [B, T], as in train.anchor_shares, and γ1 and γ2
+    [2, B, T] of a dynamic model.
+    """
     found, hooks = [], []
 
     def inside(attn, inputs, output):
@@ -48,9 +53,12 @@ def layers_of(model: ExoFormer, idx: Tensor) -> list[dict]:
         mixed: Components = own if attn.mixing is None else attn.mixing(X, own, anchors)
         mixed = normalise(attn.norm, mixed)
         layer = dict(mixed=mixed, q=rope(mixed["q"], cos, sin), k=rope(mixed["k"], cos, sin))
-        if attn.mixing is not None and attn.mixing.dynamic:
-            layer["gamma"] = {s: torch.stack([g.flatten(2)[..., 0] for g in pair])      # [2, B, T]
-                              for s, pair in attn.mixing.gamma(X).items()}
+        if attn.mixing is not None:
+            norms = {s: [term.norm(dim=-1) for term in terms] for s, terms in attn.mixing.terms(X, own, anchors).items()}
+            layer["share"] = {s: (anchor / (anchor + mine)).mean(-1) for s, (anchor, mine) in norms.items()}
+            if attn.mixing.dynamic:
+                layer["gamma"] = {s: torch.stack([g.flatten(2)[..., 0] for g in pair])
+                                  for s, pair in attn.mixing.gamma(X).items()}
         found.append(layer)
 
     for block in model.blocks:
@@ -178,6 +186,27 @@ def who_carries(model: ExoFormer, idx: Tensor) -> dict[str, float]:
     return {name: (intact.exp() * (intact - p)).sum(-1).mean().item() for name, p in moved.items()}
 
 
+# --- The tension in layer 1 ------------------------------------------------------------------------
+def gradient_conflict(model: ExoFormer, x: Tensor, y: Tensor) -> dict[str, float]:
+    """Cosine of the two gradients that layer 1's W^S gets if it is the anchor too: for its own use, and for all others.
+
+    Below 0 the two uses pull against each other. By component, of the loss on x and y [B, T].
+    """
+    weights = {s: model.blocks[0].attn.W[s].weight for s in model.config.mix}
+
+    def gradient() -> list[Tensor]:
+        return list(torch.autograd.grad(model(x, y)[1], list(weights.values())))
+
+    with torch.enable_grad():
+        both = gradient()
+        internal = model.anchor.internal
+        detached = {"internal": lambda S_1: internal({s: value.detach() for s, value in S_1.items()})}
+        with patch.multiple(model.anchor, **detached):
+            own = gradient()
+    return {s: F.cosine_similarity(g_own.flatten(), (g - g_own).flatten(), dim=0).item()
+            for s, g, g_own in zip(weights, both, own)}
+
+
 # --- What γ learned --------------------------------------------------------------------------------
 def places_in_words(tokens: list[int]) -> list[int | None]:
     """Of each byte an index into PLACES; None before the first byte that is no letter, where words may be cut."""
@@ -228,6 +257,9 @@ def measure(path: Path, dataset: str | None, windows: int) -> tuple[dict, ExoFor
         line |= dict(lam=lambda_map(model), shares=train.anchor_shares(model, idx))
         letters = torch.from_numpy(np.concatenate([x for x, _ in val.fixed(256, 64)]))
         line |= dict(carries=who_carries(model, letters))
+    if config.anchor == "internal":
+        x, y = (torch.from_numpy(ids) for ids in next(val.fixed(64, 64)))
+        line |= dict(conflict=gradient_conflict(model, x, y))
     if config.dynamic:
         line |= dict(gamma=gamma_by_place(layers, idx))
     return line, model, val
@@ -235,19 +267,21 @@ def measure(path: Path, dataset: str | None, windows: int) -> tuple[dict, ExoFor
 
 # --- The page --------------------------------------------------------------------------------------
 def page(model: ExoFormer, text: bytes, title: str) -> str:
-    """An HTML page: `text`, each character coloured by its γ, with a menu for layer and component."""
+    """An HTML page: `text`, each character coloured by its γ or by how much it leans on its anchor."""
     T, half = model.config.block_size, (model.config.block_size + 1) // 2
     starts = range(0, max(1, len(text) - T + half), half)
     windows = [text[start:start + T].ljust(T, b" ") for start in starts]    # but for the first, the last half counts
 
-    def joined(gamma: Tensor) -> list[int]:
-        values = torch.cat((gamma[0, :T - half], gamma[:, T - half:].flatten()))        # gamma [windows, T]
+    def joined(seen: Tensor) -> list[int]:
+        values = torch.cat((seen[0, :T - half], seen[:, T - half:].flatten()))      # seen [windows, T]
         return [round(value * 100) for value in values[:len(text)].tolist()]
 
     layers = layers_of(model, torch.tensor([list(window) for window in windows]))
-    values = {f"{n} {s} {1 + term}": joined(pair[term])
-              for n, layer in enumerate(layers, 1) for s, pair in layer.get("gamma", {}).items() for term in (0, 1)}
-    template = (Path(__file__).parent / "gamma.html").read_text(encoding="utf-8")
+    values = {f"{n} {s} share": joined(share)
+              for n, layer in enumerate(layers, 1) for s, share in layer.get("share", {}).items()}
+    values |= {f"{n} {s} γ{1 + term}": joined(pair[term])
+               for n, layer in enumerate(layers, 1) for s, pair in layer.get("gamma", {}).items() for term in (0, 1)}
+    template = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
     shown = {10: "↵</i>\n<i>"} | {byte: html.escape(chr(byte)) for byte in range(33, 127)}     # all else: a space
     spans = "".join(f"<i>{shown.get(byte, ' ')}</i>" for byte in text).replace("\n<i></i>", "\n")
     return (template.replace("{{title}}", html.escape(title)).replace("{{text}}", spans)
@@ -271,10 +305,10 @@ def main(argv: list[str]) -> int:
             lines.append(line)
             print(table(line), flush=True)
             to.mkdir(parents=True, exist_ok=True)
-            if model.config.dynamic:
+            if model.anchor is not None:
                 text = (args.text.read_bytes() if args.text else bytes(val.tokens[:1200].tolist()))[:5000]
                 name = f"{line['variant']}, {line['steps']} steps on {line['dataset']}"
-                (to / "gamma.html").write_text(page(model, text, name), encoding="utf-8")
+                (to / f"{line['variant']}.html").write_text(page(model, text, name), encoding="utf-8")
         with open(to / "diagnostics.jsonl", "w", encoding="utf-8", newline="\n") as file:
             file.writelines(json.dumps(line) + "\n" for line in lines)
         try:
@@ -308,6 +342,9 @@ def table(line: dict) -> str:
     if "carries" in line:
         rows.append("A changed letter moves the next predictions by (nats): "
                     + ", ".join(f"{name} {of:.3f}" for name, of in line["carries"].items()))
+    if "conflict" in line:
+        rows.append("Cosine of the gradients of layer 1's W for its own use and as the anchor: "
+                    + ", ".join(f"{s} {cosine:+.2f}" for s, cosine in line["conflict"].items()))
     return "\n".join(rows) + "\n"
 
 
