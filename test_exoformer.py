@@ -2692,6 +2692,9 @@ def test_interventions(tmp_path):
         for cut in ((0,), (1,), (0, "v")):
             with diagnostics.silenced(model, *cut):
                 assert (model(idx)[0] - before).abs().max() > 1e-3
+                for s, lam in model.blocks[-1].attn.mixing.lam.items():
+                    zero = [i for i in (0, 1) if not lam[i].any()]
+                    assert zero == ([cut[0]] if s in "".join(cut[1:] or "qkvg") else [])
         assert all(torch.equal(model.state_dict()[key], weights[key]) for key in weights)
         with diagnostics.silenced(model, 0):
             cut_before = model(idx)[0]
@@ -2716,7 +2719,7 @@ def test_who_carries_the_token():
         config = Config.variant(name, vocab_size=256, block_size=40, n_layer=3, n_head=2, n_embd=8)
         model = randomise(ExoFormer(config), 0.3).double().eval()
         moved = diagnostics.who_carries(model, text)
-        assert all(value > 1e-4 for value in moved.values())
+        assert all(value > 1e-4 for value in moved.values()) and len(set(moved.values())) == 3
         with diagnostics.silenced(model, 0):
             cut = diagnostics.who_carries(model, text)
         assert cut["only in the anchors"] == 0 and cut["only in the stream"] == cut["in both"] > 0

@@ -28,7 +28,7 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import asdict, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from statistics import mean, stdev
 from unittest.mock import patch
@@ -132,6 +132,7 @@ def widened(width: int | None):
     return patch.object(exoformer, "SwiGLU", partial(WideSwiGLU, width=width)) if width else nullcontext()
 
 
+@cache
 def matched_width(config: Config) -> int | None:
     """The width of the feed-forward that brings a system's parameters nearest to the largest system's."""
     sizes = dict(n_layer=config.n_layer, n_embd=config.n_embd, n_head=config.n_head)
@@ -147,6 +148,7 @@ def meta_model(config: Config) -> ExoFormer:
         return ExoFormer(config)
 
 
+@cache
 def price(what: str, config: Config) -> float:
     """What a training step of this config costs of one of gated's: FLOPs, or time as cost.py measured it."""
     if what == "FLOPs":

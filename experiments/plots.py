@@ -42,7 +42,7 @@ def save(fig, path: Path) -> None:
     plt.close(fig)
     svg = path.read_text(encoding="utf-8").replace(INK, "currentColor")
     svg = re.sub(r"(<svg [^>]*>)", rf"\1{CSS}", svg, count=1)
-    svg = re.sub(r"(\.\d\d)\d+", r"\1", svg)                          # a hundredth of a pixel is enough
+    svg = re.sub(r"(\d\.\d)\d+(?=[ \"),\n])", r"\1", svg)               # a tenth of a pixel is enough
     path.write_text(re.sub(r"[ \t]+$", "", svg, flags=re.M), encoding="utf-8", newline="\n")
 
 
