@@ -42,8 +42,8 @@ NEXT = 8                                                                # predic
 def layers_of(model: ExoFormer, idx: Tensor) -> list[dict]:
     """Of each layer: H [B, T, d], Ŝ after post-norm by letter, rotated q and k [B, T, h, d_h].
 
-    Where it mixes also, by letter, the anchor's share of the mix by norm [B, T], as in train.anchor_shares, and γ1 and γ2
-    [2, B, T] of a dynamic model.
+    Where it mixes also, by letter, the anchor's share of the mix by norm [B, T], as in train.anchor_shares, and of a
+    dynamic model γ1 and γ2 [2, B, T].
     """
     found, hooks = [], []
 
@@ -54,7 +54,8 @@ def layers_of(model: ExoFormer, idx: Tensor) -> list[dict]:
         mixed = normalise(attn.norm, mixed)
         layer = dict(mixed=mixed, q=rope(mixed["q"], cos, sin), k=rope(mixed["k"], cos, sin))
         if attn.mixing is not None:
-            norms = {s: [term.norm(dim=-1) for term in terms] for s, terms in attn.mixing.terms(X, own, anchors).items()}
+            terms = attn.mixing.terms(X, own, anchors)
+            norms = {s: [term.norm(dim=-1) for term in pair] for s, pair in terms.items()}      # [B, T, h] each
             layer["share"] = {s: (anchor / (anchor + mine)).mean(-1) for s, (anchor, mine) in norms.items()}
             if attn.mixing.dynamic:
                 layer["gamma"] = {s: torch.stack([g.flatten(2)[..., 0] for g in pair])

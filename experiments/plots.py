@@ -111,8 +111,9 @@ def gamma(lines: list[dict], path: Path) -> None:
                 for curve in curves:
                     axis.plot(curve, style, color=colour, alpha=0.25, lw=1)
                 middle = [mean(at) if None not in at else None for at in zip(*curves)]
-                axis.plot(middle, style, color=colour, marker="os"[term], markersize=4, label=name)
+                axis.plot(middle, style, color=colour, lw=2, label=name)
             axis.set(ylim=(0, 1), yticks=(0, 0.5, 1))
+            axis.tick_params(left=n == 0, bottom=row == len(letters) - 1)
             if row == 0:
                 axis.set_title(f"layer {n + 1 + group[0]['config']['n_layer'] - layers}")
             if n == 0:
@@ -129,14 +130,14 @@ def lambdas(line: dict, path: Path) -> None:
     fig, axes = figure(len(line["lam"]), 1, 9, 0.95 * len(line["lam"]) + 0.9, sharex=True)
     for axis, (s, rows) in zip(axes[:, 0], line["lam"].items()):
         first = 1 + line["config"]["n_layer"] - len(rows)
-        image = axis.imshow(rows, aspect="auto", vmin=0, vmax=1, cmap="cividis", interpolation="nearest",
+        image = axis.imshow(rows, aspect="auto", vmin=0.25, vmax=0.75, cmap="cividis", interpolation="nearest",
                             extent=(0, len(rows[0]), first + len(rows) - 0.5, first - 0.5))
         axis.set(ylabel=f"λ of {s}\nlayer", yticks=range(first, first + len(rows)))
         d_h = line["config"]["n_embd"] // line["config"]["n_head"]
         for edge in range(d_h, len(rows[0]), d_h):
             axis.axvline(edge, color="white", lw=0.8)
     axes[-1, 0].set_xlabel("channel; white lines divide the heads")
-    fig.colorbar(image, ax=axes[:, 0], label="|λ1| / (|λ1| + |λ2|)", pad=0.01)
+    fig.colorbar(image, ax=axes[:, 0], extend="both", label="|λ1| / (|λ1| + |λ2|)", pad=0.01)
     save(fig, path)
 
 
@@ -167,7 +168,7 @@ def differences(points: dict[str, dict[str, list[float]]], path: Path) -> None:
         for j, (grid, seen) in enumerate(of.items()):
             mark, colour, label = grids[grid]
             y = i + 0.18 * (2 * j - 1)
-            axis.scatter(seen, [y] * len(seen), s=9, color=colour, alpha=0.35, lw=0)
+            axis.scatter(seen, [y + 0.1] * len(seen), s=9, color=colour, alpha=0.5, lw=0)
             axis.errorbar(mean(seen), y, xerr=half_width(seen) if len(seen) > 1 else 0, fmt=mark, color=colour,
                           capsize=3, label=label if i == 0 else None)
     axis.axvline(0, color=INK, lw=0.8)
