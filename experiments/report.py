@@ -228,17 +228,20 @@ def headline(runs: dict[str, dict]) -> str:
         return "not run"
     static, dynamic = (paired(finals(found[row]), finals(found["gated"])) for row in ("exoformer", "exoformer-dynamic"))
     sd = spread(list(finals(found["gated"]).values()))
-    moved = {variant: {name: mean(line["carries"][name] for line in seen if line["variant"] == variant)
-                       for name in ("only in the anchors", "only in the stream")} for variant in ("nuresformer", "exoformer")}
+
+    def moved(variant: str, where: str) -> str:
+        return f"{mean(line['carries'][where] for line in seen if line['variant'] == variant):.2f}"
+
     return "\n".join(textwrap.wrap(
-        f"Models of 0.8M parameters on tiny Shakespeare, {len(dynamic)} seeds in pairs: against `gated`, the loss of dynamic "
-        f"ExoFormer differs by {interval(dynamic)}, that of the static one by {interval(static)}, while seeds alone spread by "
-        f"{sd} (standard deviation), so that a single run of each would show little. If one letter is changed for the anchors "
-        f"alone, ExoFormer's next predictions move by {moved['exoformer']['only in the anchors']:.2f} nats, if it is changed in "
-        f"the residual stream alone, by {moved['exoformer']['only in the stream']:.2f}; with layer 1's projections as anchors "
-        f"(`nuresformer`) it is {moved['nuresformer']['only in the anchors']:.2f} and "
-        f"{moved['nuresformer']['only in the stream']:.2f}: the token does arrive by the anchors. Whether that is why the loss "
-        "is lower, and what of it is left at a thousand times the size, these runs do not tell.", 120))
+        f"Models of 0.8M parameters on tiny Shakespeare, {len(dynamic)} seeds in pairs: against `gated`, the loss of "
+        f"dynamic ExoFormer differs by {interval(dynamic)}, that of the static one by {interval(static)}, while seeds "
+        f"alone spread by {sd} (standard deviation), so that a single run of each would show little. If one letter is "
+        "changed for the anchors alone, ExoFormer's next predictions move by "
+        f"{moved('exoformer', 'only in the anchors')} nats, if it is changed in the residual stream alone, by "
+        f"{moved('exoformer', 'only in the stream')}; with layer 1's projections as anchors (`nuresformer`) it is "
+        f"{moved('nuresformer', 'only in the anchors')} and {moved('nuresformer', 'only in the stream')}: the token does "
+        "arrive by the anchors. Whether that is why the loss is lower, and what of it is left at a thousand times the "
+        "size, these runs do not tell.", 120))
 
 
 def source_line(runs: dict[str, dict]) -> str:
