@@ -51,6 +51,9 @@ from exoformer import VARIANTS, Config, ExoFormer
 
 ROOT = Path(__file__).resolve().parent
 os.environ["CUDA_VISIBLE_DEVICES"] = ""     # on a machine with a GPU, too, the tests run on the CPU
+for _number in train.SIGNALS:               # a shell's background job ignores some, and would ignore the tests' too
+    if signal.getsignal(_number) == signal.SIG_IGN:
+        signal.signal(_number, signal.default_int_handler if _number == signal.SIGINT else signal.SIG_DFL)
 # Tests marked `source` quote lines of exoformer.py. Whoever rewrites such a line leaves them out: -m "not source"
 warnings.filterwarnings("ignore", category=pytest.PytestUnknownMarkWarning)
 torch.set_num_threads(1)            # the models of the tests are tiny: threads only cost
@@ -2470,7 +2473,7 @@ def test_grids_run_and_go_on(lab, monkeypatch, capsys):
     runs = ablations.read(out)
     assert [run["row"] for run in runs.values()] == list(VARIANTS) and text.count("\n") == 7
     for run in runs.values():
-        model = train.load_checkpoint(Path("kept") / f"{run['row']}, seed 1.pt")[1]
+        model = train.load_checkpoint(Path("kept") / f"systems, {run['row']}, seed 1.pt")[1]
         _, _, val = prepare.load("d", model.config.block_size)
         options = train.Options(eval_iters=4, batch_size=2)
         loss = train.evaluate(model, val, options, torch.device("cpu"), nullcontext())
@@ -2478,22 +2481,24 @@ def test_grids_run_and_go_on(lab, monkeypatch, capsys):
         assert (run["parameters"], run["flops_per_token"]) == (model.num_params()[0], model.flops_per_token())
         assert run["tokens"] == 4 * 2 * model.config.block_size and run["config"] == asdict(model.config)
         assert run["options"]["muon_lr"] == 0.01 and run["versions"]["torch"] == torch.__version__
-        assert len(run["grad_norms"]) == 2 and run["seconds"] >= 0 and run["source"] == ablations.source_hash()
+        assert len(run["grad_norms"]) == 2 and run["seconds"] >= 0 and run["source"] == ablations.SOURCE
 
     with monkeypatch.context() as patched:
         patched.setattr(ablations, "run", lambda *_: pytest.fail("trained again"))
         shared = ["granularity", "--only=exoformer, granularity elementwise", *command[1:]]
         assert ablations.main(command) == ablations.main(shared) == 0 and out.read_text() == text
-    (Path("kept") / "gated, seed 1.pt").unlink()                    # a checkpoint that is asked for and is not there
+    (Path("kept") / "systems, gated, seed 1.pt").unlink()                    # a checkpoint that is asked for and is not there
     assert ablations.main([*command, "--keep=kept"]) == 0
-    assert (Path("kept") / "gated, seed 1.pt").exists() and out.read_text() == text
+    assert (Path("kept") / "systems, gated, seed 1.pt").exists() and out.read_text() == text
     out.write_text(text[:-200])                                     # the last line is torn
     assert ablations.main(command) == 0
     again = ablations.read(out)
     assert again.keys() == runs.keys() and all(again[name]["final"] == runs[name]["final"] for name in runs)
     capsys.readouterr()
-    assert ablations.main(["systems", "--quick", "--dataset=nothing"]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
+    for wrong in (["--dataset=nothing"], ["--dataset=d", "--out=text.md"], ["--dataset=d", "--only=nothing"],
+                  ["--dataset=d", "--seeds=1", "--keep=kept"]):     # where checkpoints of runs of another file lie
+        assert ablations.main(["systems", "--quick", *wrong]) == 2
+        assert capsys.readouterr().err.count("\n") == 1, wrong
 
 
 APPEND = "import sys; sys.path.append(sys.argv[1]); import ablations; from pathlib import Path; " \
@@ -2504,7 +2509,8 @@ def test_two_processes_do_not_tear_lines(tmp_path):
     """Two processes that write to one file of runs at once leave whole lines, all of them."""
     writers = [subprocess.Popen([sys.executable, "-c", APPEND, ROOT / "experiments", name], cwd=tmp_path) for name in "ab"]
     assert [writer.wait() for writer in writers] == [0, 0]
-    assert len(experiment("ablations").read(tmp_path / "lines")) == 120
+    lines = experiment("ablations").read_lines(tmp_path / "lines")
+    assert len({line["key"] for line in lines}) == len(lines) == 120
 
 
 def test_grids_are_what_they_say():
@@ -2544,7 +2550,7 @@ def test_pairs():
     for df, quantile in ablations.T_QUANTILE.items():               # Student's density between −q and q has 95 %
         t = np.linspace(-quantile, quantile, 100_001)
         scale = math.gamma((df + 1) / 2) / math.gamma(df / 2) / math.sqrt(df * math.pi)
-        assert np.trapezoid(scale * (1 + t**2 / df) ** (-(df + 1) / 2), t) == pytest.approx(0.95, abs=2e-5)
+        assert np.trapezoid(scale * (1 + t**2 / df) ** (-(df + 1) / 2), t) == pytest.approx(0.95, abs=5e-5)
 
 
 def test_tokens_to_the_same_loss():
@@ -2564,15 +2570,16 @@ def test_report_is_of_the_committed_lines(capsys):
     """
     report, lesson, ablations = experiment("report"), experiment("lesson"), experiment("ablations")
     assert report.main(["--check"]) == 0, capsys.readouterr().out
-    assert {run["source"] for run in ablations.read().values()} == {ablations.source_hash()}
+    assert len({run["source"] for run in ablations.read().values()}) == 1
     for line in report.lines_of("lessons"):
         assert lesson.lessons()[line["number"] - 1] == (line["title"], *line["change"])
     assert len(report.lines_of("lessons")) == len(lesson.lessons()) == 8
     for figure in (ROOT / "experiments" / "figures").glob("*.svg"):
         assert figure.stat().st_size <= 100_000
-    broken = report.tables({}) | dict(systems="another")
-    text = report.TEXTS[1].read_text(encoding="utf-8")
-    assert "another" in report.filled(text, broken) != text
+    made, text = report.tables(ablations.read()), report.TEXTS[1].read_text(encoding="utf-8")
+    assert "another" in report.filled(text, made | dict(systems="another")) != text == report.filled(text, made)
+    with pytest.raises(train.UserError, match="has no '<!-- end -->'"):
+        report.filled(text.replace("<!-- end -->", "", 1), made)
 
 
 @pytest.mark.source
@@ -2583,7 +2590,7 @@ def test_readme_lessons(number):
     """
     lesson = experiment("lesson")
     title, old, new = lesson.lessons()[number - 1]
-    changed = lesson.changed_exoformer(old, new)
+    changed = lesson.changed_exoformer(old, new, lesson.source())
     models = []
     for module in (exoformer, changed):
         torch.manual_seed(0)                    # the same start: all that differs is the line
@@ -2610,12 +2617,11 @@ def test_lesson_runs(lab, capsys, monkeypatch):
     assert lesson.main(["6", "--quick", "--jobs=1", "--dataset=d"]) == 0
     out = capsys.readouterr().out
     assert out.count("exoformer-dynamic") == 2 and "share" in out and "ones_like" in out
-    rows = re.findall(r"\| ([\d.]+) \| ([\d.]+) \| ([-+.\d]+) ± inf", out)
+    rows = re.findall(r"\| ([\d.]+) \| ([\d.]+) \| ([-+.\d]+) \|", out)
     assert len(rows) == 2 and all(float(b) - float(a) == pytest.approx(float(d), abs=2e-3) for a, b, d in rows)
-    source = lesson.changed_exoformer
-    monkeypatch.setattr(lesson, "changed_exoformer", lambda old, new: source("no such line", new))
+    monkeypatch.setattr(lesson, "source", lambda: "another file")
     assert lesson.main(["1", "--quick", "--dataset=d"]) == 2
-    assert "'no such line' stands 0 times" in capsys.readouterr().err
+    assert "stands 0 times in exoformer.py" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         lesson.main(["9"])
     assert "expected 1 to 8" in capsys.readouterr().err
@@ -2655,10 +2661,10 @@ def test_measures_on_constructed_cases():
     for rank in (1, 3, 7):
         basis = np.linalg.qr(generator.normal(size=(20, rank)))[0]
         data = torch.from_numpy(generator.normal(size=(2, 200, rank)) @ basis.T + 5)
-        assert diagnostics.components(data) == rank
+        assert diagnostics.principal_components(data) == rank
     variances = torch.tensor([98.0, 0.9, 0.6, 0.5])                 # 98.9 % in two, 99.5 % in three
     signs = torch.tensor(list(itertools.product((-1.0, 1.0), repeat=4)))
-    assert diagnostics.components((signs * variances.sqrt())[None]) == 3
+    assert diagnostics.principal_components((signs * variances.sqrt())[None]) == 3
 
 
 def test_layers_are_those_of_the_model(monkeypatch):
@@ -2781,7 +2787,7 @@ def test_diagnostics_run(lab, capsys):
     lines = [json.loads(line) for line in Path("seen/diagnostics.jsonl").read_text().splitlines()]
     assert [line["variant"] for line in lines] == ["gated", "exoformer-dynamic"]
     assert list(lines[0]["interventions"]) == ["intact"] and list(lines[1]["interventions"]) == list(diagnostics.INTERVENTIONS)
-    page = Path("seen/exoformer-dynamic.html").read_text(encoding="utf-8")
+    page = Path("seen/exoformer-dynamic, seed 1337.html").read_text(encoding="utf-8")
     shown = re.search(r'<div id="text">(.*?)</div>', page, re.S)[1]
     assert html.unescape(re.sub("<.?i>", "", shown)) == text and "{{" not in page
     values = json.loads(re.search(r"const values = (.*);", page)[1])
@@ -2792,7 +2798,9 @@ def test_diagnostics_run(lab, capsys):
         layer = diagnostics.layers_of(model, idx[:, start:start + 32])[1]
         for name, of in (("γ1", layer["gamma"]["v"][0]), ("γ2", layer["gamma"]["v"][1]), ("share", layer["share"]["v"])):
             assert [round(100 * of[0, i - start].item()) for i in seen] == [values[f"2 v {name}"][i] for i in seen]
-    assert diagnostics.main(["text.txt"]) == 2 and capsys.readouterr().err.count("\n") == 1
+    capsys.readouterr()
+    for wrong in (["text.txt"], [*files, "--to=seen"], [*files, "--windows=-1"]):
+        assert diagnostics.main(wrong) == 2 and capsys.readouterr().err.count("\n") == 1
 
 
 def test_figures(lab):

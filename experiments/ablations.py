@@ -20,12 +20,12 @@ import math
 import multiprocessing
 import os
 import platform
-import shutil
 import sys
 import tempfile
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import asdict, replace
 from functools import cache, partial
@@ -43,7 +43,7 @@ sys.path.insert(0, str(ROOT))
 
 import exoformer  # noqa: E402
 import train  # noqa: E402
-from data.prepare import UserError, load  # noqa: E402
+from data.prepare import UserError, load, replacing  # noqa: E402
 from exoformer import VARIANTS, Config, ExoFormer  # noqa: E402
 
 try:
@@ -88,32 +88,42 @@ GRIDS = {
     "post-norm": rows(["exoformer"], post_norm=["qk", "qkv", "qkvg"]),
     "source": rows(["exoformer", "exoformer-dynamic"], anchor_layer=[0, 1, 2]),
     "components": rows(["exoformer"], mix=["qkvg", "vg", "q", "k", "v", "g"]),
-    "budget": {},
+    "budget": {f"{variant}, gated's {what}": dict(variant=variant, cheaper=what)
+               for variant in TRIO[1:] for what in ("FLOPs", "time")},
     "large": {variant: dict(variant=variant) for variant in TRIO},
 }
-for variant in TRIO[1:]:                        # runs that cost what gated's do: fewer steps, with the whole schedule
-    GRIDS["budget"] |= {f"{variant}, gated's {what}": dict(variant=variant, cheaper=what) for what in ("FLOPs", "time")}
-SEEDS = dict.fromkeys(GRIDS, 8) | dict(systems=16, matched=16, large=4)
+TIME = {"exoformer": 1.15, "exoformer-dynamic": 1.235}      # of a step, of gated's: cost.py --size=small
+MOST = 16                                       # seeds
+SEEDS = dict.fromkeys(GRIDS, 8) | dict(systems=MOST, matched=MOST, large=4)
+
+
+AXES = ("granularity", "anchor_norm", "post_norm", "anchor_layer", "mix")
 
 
 def flags_of(grid: str, row: str, seed: int, quick: bool) -> dict:
     """The flags of one run: train.py's, and `width` where the feed-forward is wider than 2d."""
-    flags = (LARGE if grid == "large" else SMALL) | GRIDS[grid][row] | dict(seed=seed) | (QUICK if quick else {})
-    preset = {name: value for name, value in train.PRESETS[flags["preset"]].items() if name not in flags}
-    flags |= preset                             # so that a later change of the preset is no other run by the same name
-    sizes = {name: value for name, value in flags.items() if name in train.MODEL_FLAGS}
-    config = Config.variant(flags["variant"], **sizes)
-    flags |= {name: value for name, value in asdict(config).items() if name in sizes}
+    return flags_of_row(grid, row, quick) | dict(seed=seed)
+
+
+@cache
+def flags_of_row(grid: str, row: str, quick: bool) -> dict:
+    size = LARGE if grid == "large" else SMALL
+    preset = train.PRESETS[size["preset"]]      # spelled out: if it changes one day, that is another run
+    flags = preset | size | GRIDS[grid][row] | (QUICK if quick else {})
+    config = Config.variant(flags["variant"], **of_model(flags))
     if flags.pop("matched", False) and (width := matched_width(config)):
         flags["width"] = width
     if "cheaper" in flags:
-        flags["max_iters"] = round(flags["max_iters"] / price(flags.pop("cheaper"), config))
-    if config != Config.variant(flags["variant"], **{n: v for n, v in sizes.items() if n not in AXES}):
-        return flags                            # an axis is set, and not to what the variant has anyway
-    return {name: value for name, value in flags.items() if name not in AXES}
+        price = TIME[flags["variant"]] if flags.pop("cheaper") == "time" else flops_ratio(config)
+        flags["max_iters"] = round(flags["max_iters"] / price)
+    without_axes = {name: value for name, value in flags.items() if name not in AXES}
+    if config == Config.variant(flags["variant"], **of_model(without_axes)):
+        return without_axes                     # the axis has the value that the system has anyway: it is the same run
+    return flags | {name: value for name, value in asdict(config).items() if name in flags}
 
 
-AXES = ("granularity", "anchor_norm", "post_norm", "anchor_layer", "mix")
+def of_model(flags: dict) -> dict:
+    return {name: value for name, value in flags.items() if name in train.MODEL_FLAGS}
 
 
 # --- Equal parameters ------------------------------------------------------------------------------
@@ -138,7 +148,7 @@ def matched_width(config: Config) -> int | None:
     sizes = dict(n_layer=config.n_layer, n_embd=config.n_embd, n_head=config.n_head)
     largest = max(meta_model(Config.variant(variant, **sizes)).num_params()[0] for variant in VARIANTS)
     own = meta_model(config).num_params()[0]
-    more = round((largest - own) / (config.n_layer * 3 * config.n_embd))    # three matrices a layer
+    more = round((largest - own) / (config.n_layer * 3 * config.n_embd))    # three matrices in a layer
     return 2 * config.n_embd + more if more else None
 
 
@@ -148,16 +158,10 @@ def meta_model(config: Config) -> ExoFormer:
         return ExoFormer(config)
 
 
-@cache
-def price(what: str, config: Config) -> float:
-    """What a training step of this config costs of one of gated's: FLOPs, or time as cost.py measured it."""
-    if what == "FLOPs":
-        gated = replace(config, anchor="none", dynamic=False)
-        return meta_model(config).flops_per_token() / meta_model(gated).flops_per_token()
-    text = (RESULTS / "cost.jsonl").read_text(encoding="utf-8")
-    measured = [line for line in map(json.loads, text.splitlines()) if line["size"] == "small"]
-    rows = {row["variant"]: row for row in measured[-1]["rows"]}
-    return rows["exoformer-dynamic" if config.dynamic else "exoformer"]["step"] / rows["gated"]["step"]
+def flops_ratio(config: Config) -> float:
+    """FLOPs per token of this config, of gated's."""
+    gated = replace(config, anchor="none", dynamic=False)
+    return meta_model(config).flops_per_token() / meta_model(gated).flops_per_token()
 
 
 # --- Pairs -----------------------------------------------------------------------------------------
@@ -168,8 +172,9 @@ def half_width(differences: list[float]) -> float:
 
 
 def interval(differences: list[float], digits: int = 4) -> str:
-    """Mean and 95 % interval of paired differences."""
-    return f"{mean(differences):+.{digits}f} ± {half_width(differences):.{digits}f}"
+    """Mean and 95 % interval of paired differences; one difference alone has none."""
+    half = f" ± {half_width(differences):.{digits}f}" if len(differences) > 1 else ""
+    return f"{mean(differences):+.{digits}f}{half}"
 
 
 def paired(runs: dict[int, float], reference: dict[int, float]) -> list[float]:
@@ -198,6 +203,9 @@ def source_hash() -> str:
     return digest.hexdigest()[:12]
 
 
+SOURCE = source_hash()                      # of what this process runs, whatever becomes of the files meanwhile
+
+
 def run(grid: str, row: str, flags: dict, keep: Path | None) -> dict:
     """Train once. Returns the run's line; `keep` is a file for its last checkpoint."""
     flags, width = {name: value for name, value in flags.items() if name != "width"}, flags.get("width")
@@ -206,8 +214,8 @@ def run(grid: str, row: str, flags: dict, keep: Path | None) -> dict:
             train.train(flags | dict(out_dir=out, max_new_tokens=0))
             checkpoint, model = train.load_checkpoint(Path(out) / "last.pt")
         if keep:
-            keep.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(Path(out) / "last.pt", keep)
+            with replacing(keep) as file:
+                file.write((Path(out) / "last.pt").read_bytes())
         with open(Path(out) / "log.csv", newline="") as file:
             log = list(csv.DictReader(file))
     options = checkpoint["options"]
@@ -220,7 +228,7 @@ def run(grid: str, row: str, flags: dict, keep: Path | None) -> dict:
         options={name: value for name, value in options.items() if name not in ("out_dir", "seed")},
         config=checkpoint["config"], data={split: checkpoint["data"][split] for split in ("train", "val")},
         versions=dict(python=platform.python_version(), torch=torch.__version__, numpy=numpy.__version__),
-        source=source_hash(), key=key(flags | dict(width=width), checkpoint["data"]))
+        source=SOURCE, key=key(flags | dict(width=width), checkpoint["data"]))
 
 
 def key(flags: dict, data: dict) -> str:
@@ -232,15 +240,19 @@ def key(flags: dict, data: dict) -> str:
 
 # --- The file of runs --------------------------------------------------------------------------------
 def read(path: Path = RUNS) -> dict[str, dict]:
-    """{key: run}, the first of equal ones. A line torn by a power cut is left out."""
-    runs = {}
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+    """{key: run}, the last of equal ones. Lines that are no runs, as one torn by a power cut, are left out."""
+    return {run["key"]: run for run in read_lines(path) if run.keys() >= {"key", "source", "final", "options", "data"}}
+
+
+def read_lines(path: Path) -> list[dict]:
+    """The objects of a file of JSON lines; [] if there is no file."""
+    found = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
         try:
-            found = json.loads(line)
+            found.append(json.loads(line))
         except ValueError:
-            continue
-        runs.setdefault(found["key"], found)
-    return runs
+            pass
+    return [line for line in found if isinstance(line, dict)]
 
 
 def append(path: Path, line: dict) -> None:
@@ -281,9 +293,14 @@ def side_by_side(function, work: dict, jobs: int) -> Iterator[tuple]:
             pool.shutdown(cancel_futures=True)
 
 
+def finished(path: Path) -> set[str]:
+    """Keys of the runs that today's code has made: whoever changes the model trains anew."""
+    return {name for name, run in read(path).items() if run["source"] == SOURCE}
+
+
 def unless_done(path: Path, name: str, grid: str, row: str, flags: dict, keep: Path | None) -> None:
     """Train once and append the line, if no other process has done it meanwhile."""
-    done = name in read(path)
+    done = name in finished(path)
     if not done or keep and not keep.exists():
         line = run(grid, row, flags, keep)
         if not done:
@@ -305,28 +322,39 @@ def main(argv: list[str]) -> int:
                         help="the file of lines (default: experiments/results/runs.jsonl)")
     parser.add_argument("--quick", action="store_true", help="tiny sizes: only shows that it runs")
     args = parser.parse_args(argv)
-    for name in ("seeds", "jobs"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            parser.error(f"--{name}={getattr(args, name)}: expected 1 or more")
+    for name, high in (("seeds", MOST), ("first", MOST), ("jobs", 64)):
+        if getattr(args, name) is not None and not 1 <= getattr(args, name) <= high:
+            parser.error(f"--{name}={getattr(args, name)}: expected 1 to {high}")
     try:
         return run_grids(args)
-    except (UserError, OSError) as error:
+    except (UserError, OSError, BrokenProcessPool) as error:
         print(f"ablations.py: {error}", file=sys.stderr)
         return 2
 
 
 def run_grids(args) -> int:
-    path = args.out if not args.quick or args.out != RUNS else Path(tempfile.mkdtemp()) / "runs.jsonl"
-    done, todo = read(path), {}
-    for seed in range(args.first, 1 + (args.seeds or 16)):          # seed by seed: an unfinished grid is even
+    path = args.out.expanduser().resolve()
+    if args.quick and path == RUNS:
+        path = Path(tempfile.mkdtemp()) / "runs.jsonl"
+    if path.suffix != ".jsonl":
+        raise UserError(f"--out={args.out}: expected a file whose name ends in .jsonl")
+    if args.keep:
+        args.keep.mkdir(parents=True, exist_ok=True)
+    done, todo = finished(path), {}
+    for seed in range(args.first, 1 + (args.seeds or MOST)):        # seed by seed: an unfinished grid is even
         for grid in args.grids:
             for row in GRIDS[grid] if seed <= (args.seeds or SEEDS[grid]) else ():
                 if (args.only or "") in row:
                     flags = flags_of(grid, row, seed, args.quick)
                     flags |= dict(dataset=args.dataset) if args.dataset else {}
                     data, *_ = load(flags.get("dataset", train.Options.dataset), flags["block_size"])
-                    keep = args.keep and args.keep / f"{row}, seed {seed}.pt"
+                    keep = args.keep and args.keep / f"{grid}, {row}, seed {seed}.pt"
                     todo.setdefault(key(flags, data), (grid, row, flags, keep))
+    if not todo:
+        raise UserError("no run is asked for: see --only, --first and --seeds")
+    for name, (*_, keep) in todo.items():
+        if name not in done and keep and keep.exists():
+            raise UserError(f"{keep} is of another run: name another folder, --keep={args.keep} would replace it")
     missing = {name: (path, name, *job) for name, job in todo.items()
                if name not in done or job[-1] and not job[-1].exists()}
     with tqdm(total=len(todo), initial=len(todo) - len(missing), disable=None) as bar:

@@ -11,7 +11,6 @@ speed of one large matrix product measured in the same rounds.
 """
 
 import argparse
-import json
 import sys
 from functools import partial
 from statistics import median
@@ -21,7 +20,7 @@ from bench import TINY, autocast, caption, clock, ratio
 from torch import nn
 
 import train
-from ablations import RESULTS
+from ablations import RESULTS, append
 from exoformer import VARIANTS, Config, ExoFormer
 
 SIZES = {"small": dict(n_layer=4, n_head=4, n_embd=128, block_size=64, batch_size=16),
@@ -116,8 +115,7 @@ def main(argv: list[str]) -> int:
             **{f"{what}_ratio": ratio(seconds[variant, what], seconds["gated", what]) for what in times}))
     line = dict(caption=heading.strip(), size=args.size, peak=round(peak / 1e9, 1), rows=rows)
     if args.save and not args.quick:
-        with open(RESULTS / "cost.jsonl", "a", encoding="utf-8", newline="\n") as file:
-            file.write(json.dumps(line) + "\n")
+        append(RESULTS / "cost.jsonl", line)
     print(table(line))
     return 0
 

@@ -2,7 +2,7 @@
 Look inside trained models: §4.4 and §4.5 of the paper, and three experiments of our own.
 
     python experiments/diagnostics.py out/best.pt                   of one run of train.py, or of more
-    python experiments/diagnostics.py out/best.pt out-gated/best.pt --to=compare --title="two systems"
+    python experiments/diagnostics.py out/best.pt out-gated/best.pt --to=compare
 
 Per layer: how alike the tokens' hidden vectors are, attention on the first token, components for 99 % of the variance,
 the gate, the anchors' weight λ. Interventions: the model without its anchors, without v's anchor, with anchors alone.
@@ -90,7 +90,7 @@ def first_token_attention(q: Tensor, k: Tensor) -> float:
     return scores.masked_fill(future, -torch.inf).softmax(-1)[..., 0].mean().item()
 
 
-def components(H: Tensor, share: float = 0.99) -> int:
+def principal_components(H: Tensor, share: float = 0.99) -> int:
     """How many principal components hold this share of the variance of all B·T hidden vectors."""
     vectors = H.flatten(0, 1).double()
     variances = torch.linalg.svdvals(vectors - vectors.mean(0)) ** 2
@@ -111,10 +111,10 @@ def lambda_map(model: ExoFormer) -> dict[str, list]:
 # --- Interventions ---------------------------------------------------------------------------------
 @contextmanager
 @torch.no_grad()
-def silenced(model: ExoFormer, term: int, letters: str = "qkvg"):
+def silenced(model: ExoFormer, term: int, components: str = "qkvg"):
     """λ1 (term 0: the anchor's) or λ2 (term 1: the layer's own) is zero within the block, in every layer that mixes."""
     mixings = [block.attn.mixing for block in model.blocks if block.attn.mixing]
-    lams = [lam for mixing in mixings for s, lam in mixing.lam.items() if s in letters]
+    lams = [lam for mixing in mixings for s, lam in mixing.lam.items() if s in components]
     before = [lam.clone() for lam in lams]
     try:
         for lam in lams:
@@ -138,7 +138,8 @@ def interventions(model: ExoFormer, val: Split, windows: int) -> dict[str, dict]
             continue
         with silenced(model, *cut) if cut else torch.no_grad():
             loss = train.evaluate(model, val, options, torch.device("cpu"), torch.no_grad())
-            result[name] = dict(loss=loss, components=[components(layer["H"]) for layer in layers_of(model, idx)])
+            counts = [principal_components(layer["H"]) for layer in layers_of(model, idx)]
+        result[name] = dict(loss=loss, components=counts)
     return result
 
 
@@ -240,6 +241,9 @@ def measure(path: Path, dataset: str | None, windows: int) -> tuple[dict, ExoFor
     """(the checkpoint's line, its model, the split that it was measured on)."""
     checkpoint, model = train.load_checkpoint(path)
     options, config = checkpoint["options"], model.config
+    if config.vocab_size > 256 or config.block_size < 2 * NEXT:
+        raise UserError(f"{path} has vocab_size={config.vocab_size} and block_size={config.block_size}: expected "
+                        f"bytes, so 256 or less, and {2 * NEXT} or more")
     _, _, val = load(dataset or options["dataset"], config.block_size, config.vocab_size)
     model.eval()
     idx = torch.from_numpy(next(val.fixed(32, 32))[0])
@@ -250,14 +254,15 @@ def measure(path: Path, dataset: str | None, windows: int) -> tuple[dict, ExoFor
         config=asdict(config), data={split: checkpoint["data"][split] for split in ("train", "val")},
         similarity=[round(token_similarity(layer["H"]), 4) for layer in layers],
         first_token=[round(first_token_attention(layer["q"], layer["k"]), 4) for layer in layers],
-        components=[components(layer["H"]) for layer in layers],
+        components=[principal_components(layer["H"]) for layer in layers],
         gate=[dict(mean=round(g.mean().item(), 4), closed=round((g < 0.1).float().mean().item(), 4),
                    open=round((g > 0.9).float().mean().item(), 4)) for g in gates],
         interventions=interventions(model, val, windows))
     if model.anchor is not None:
-        line |= dict(lam=lambda_map(model), shares=train.anchor_shares(model, idx))
-        letters = torch.from_numpy(np.concatenate([x for x, _ in val.fixed(256, 64)]))
-        line |= dict(carries=who_carries(model, letters))
+        shares = {n: {s: round(share.mean().item(), 4) for s, share in layer.get("share", {}).items()}
+                  for n, layer in enumerate(layers, 1)}
+        windows = torch.from_numpy(np.concatenate([x for x, _ in val.fixed(256, 64)]))
+        line |= dict(lam=lambda_map(model), shares=shares, carries=who_carries(model, windows))
     if config.anchor == "internal":
         x, y = (torch.from_numpy(ids) for ids in next(val.fixed(64, 64)))
         line |= dict(conflict=gradient_conflict(model, x, y))
@@ -300,16 +305,22 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     to = args.to or args.checkpoints[0].parent / "diagnostics"
     try:
-        lines = []
+        if args.windows < 0:
+            raise UserError(f"--windows={args.windows}: expected 0 or more")
+        if to.exists() and any(to.iterdir()):
+            raise UserError(f"{to} is not empty: name another folder with --to, or move its files away")
+        lines, pages = [], {}
         for path in args.checkpoints:
             line, model, val = measure(path, args.dataset, args.windows)
             lines.append(line)
             print(table(line), flush=True)
-            to.mkdir(parents=True, exist_ok=True)
             if model.anchor is not None:
                 text = (args.text.read_bytes() if args.text else bytes(val.tokens[:1200].tolist()))[:5000]
-                name = f"{line['variant']}, {line['steps']} steps on {line['dataset']}"
-                (to / f"{line['variant']}.html").write_text(page(model, text, name), encoding="utf-8")
+                name = f"{line['variant']}, seed {line['seed']}"
+                pages[f"{name}.html"] = page(model, text, f"{name}, {line['steps']} steps on {line['dataset']}")
+        to.mkdir(parents=True, exist_ok=True)
+        for name, text in pages.items():
+            (to / name).write_text(text, encoding="utf-8")
         with open(to / "diagnostics.jsonl", "w", encoding="utf-8", newline="\n") as file:
             file.writelines(json.dumps(line) + "\n" for line in lines)
         try:

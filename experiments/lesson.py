@@ -27,15 +27,14 @@ from tqdm import tqdm
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import exoformer  # noqa: E402
 import train  # noqa: E402
-from ablations import RESULTS, interval, lower_in, side_by_side  # noqa: E402
-from data.prepare import Split, UserError, load  # noqa: E402
+from ablations import BrokenProcessPool, RESULTS, interval, lower_in, read_lines, side_by_side  # noqa: E402
+from data.prepare import Split, UserError, load, replacing  # noqa: E402
 
 FLAGS = dict(preset="shakespeare-cpu", max_iters=100, eval_interval=100)
 QUICK = dict(max_iters=3, eval_iters=4, n_layer=2, n_embd=32)
 LOSS, SHARE, CACHED = "loss", "v's anchor in layer 1, share by norm", "loss, token by token with the cache"
-SYSTEMS = {1: ("gated", "exoformer-dynamic")}           # the lessons that are not about exoformer-dynamic alone
+SYSTEMS = {1: ("gated", "exoformer-dynamic"), 3: ("exoformer",)}       # the lessons not about exoformer-dynamic alone
 SHOWN = {6: (LOSS, SHARE), 8: (LOSS, CACHED)}           # the lessons whose outcome the loss alone does not tell
 
 
@@ -48,14 +47,17 @@ def lessons() -> list[tuple[str, str, str]]:
     return found
 
 
-def changed_exoformer(old: str, new: str) -> types.ModuleType:
-    """exoformer.py as a module, with one piece of its text changed. Raises UserError unless that stands there once."""
-    source = (ROOT / "exoformer.py").read_text(encoding="utf-8")
-    if source.count(old) != 1:
-        raise UserError(f"{old.strip()!r} stands {source.count(old)} times in exoformer.py: expected once, bring "
+def source() -> str:
+    return (ROOT / "exoformer.py").read_text(encoding="utf-8")
+
+
+def changed_exoformer(old: str, new: str, text: str) -> types.ModuleType:
+    """exoformer.py, whose text is given, as a module with one piece changed. UserError unless that is there once."""
+    if old and text.count(old) != 1:
+        raise UserError(f"{old.strip()!r} stands {text.count(old)} times in exoformer.py: expected once, bring "
                         "that line back or adapt the lesson in README.md")
     module = types.ModuleType("exoformer")
-    exec(compile(source.replace(old, new), "exoformer.py", "exec"), module.__dict__)
+    exec(compile(text.replace(old, new), "exoformer.py", "exec"), module.__dict__)
     return module
 
 
@@ -68,9 +70,9 @@ def cached_loss(model, val: Split) -> float:
     return F.cross_entropy(logits.flatten(0, 1), y.flatten()).item()
 
 
-def run(change: tuple[str, str] | None, flags: dict) -> dict:
-    """Train once, with exoformer.py changed if `change` says how. Returns what is measured."""
-    module = changed_exoformer(*change) if change else exoformer
+def run(old: str, new: str, text: str, flags: dict) -> dict:
+    """Train once, with `old` in exoformer.py's text changed to `new`. Returns what is measured."""
+    module = changed_exoformer(old, new, text)
     with (tempfile.TemporaryDirectory() as out, redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()),
           patch.multiple(train, Config=module.Config, ExoFormer=module.ExoFormer)):
         loss = train.train(flags | dict(out_dir=out, max_new_tokens=0))
@@ -97,13 +99,13 @@ def table(number: int, title: str, measured: dict[str, dict[str, list[dict]]]) -
 
 def measure(number: int, seeds: int, jobs: int, extra: dict) -> dict:
     """The lesson's line: what `table` takes, by name."""
-    title, old, new = lessons()[number - 1]
-    changed_exoformer(old, new)                                     # or one clear line before any process starts
+    (title, old, new), text = lessons()[number - 1], source()      # read once: you may go on editing
+    changed_exoformer(old, new, text)                               # or one clear line before any process starts
     todo = {}
     for variant in SYSTEMS.get(number, ("exoformer-dynamic",)):
         for seed in range(1, 1 + seeds):
-            for side, change in (("before", None), ("after", (old, new))):
-                todo[variant, side, seed] = change, FLAGS | dict(variant=variant, seed=seed) | extra
+            for side, change in (("before", ("", "")), ("after", (old, new))):
+                todo[variant, side, seed] = *change, text, FLAGS | dict(variant=variant, seed=seed) | extra
     found = dict(tqdm(side_by_side(run, todo, jobs), total=len(todo), disable=None))
     measured = {}
     for variant, side, _ in todo:
@@ -123,25 +125,28 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--save", action="store_true", help="put the result into experiments/results/lessons.jsonl")
     parser.add_argument("--quick", action="store_true", help="one seed, tiny sizes: only shows that it runs")
     args = parser.parse_args(argv)
+    path = RESULTS / "lessons.jsonl"
     try:
         for name, high in (("number", len(lessons())), ("seeds", 16), ("jobs", 64)):
             if not 1 <= getattr(args, name) <= high:
                 parser.error(f"{name}={getattr(args, name)}: expected 1 to {high}")
+        if args.save and (args.quick or args.dataset or args.seeds < 4):
+            parser.error("--save: what is kept has the usual data and four seeds or more, drop the other flags")
         extra = (dict(dataset=args.dataset) if args.dataset else {}) | (QUICK if args.quick else {})
         line = measure(args.number, 1 if args.quick else args.seeds, args.jobs, extra)
-    except (UserError, OSError) as error:
+        print(f"-{line['change'][0]}\n+{line['change'][1]}\n")
+        print(table(line["number"], line["title"], line["measured"]), flush=True)
+        if args.save:
+            kept = [of for of in read_lines(path) if of["number"] != args.number]
+            with replacing(path) as file:
+                for of in sorted([*kept, line], key=lambda of: of["number"]):
+                    file.write(json.dumps(of).encode() + b"\n")
+        return 0
+    except (UserError, OSError, BrokenProcessPool) as error:
         print(f"lesson.py: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
-    if args.save and not args.quick:
-        path = RESULTS / "lessons.jsonl"
-        lines = [json.loads(text) for text in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
-        lines = sorted([of for of in lines if of["number"] != args.number] + [line], key=lambda of: of["number"])
-        path.write_text("".join(json.dumps(of) + "\n" for of in lines), encoding="utf-8", newline="\n")
-    print(f"-{line['change'][0]}\n+{line['change'][1]}\n")
-    print(table(line["number"], line["title"], line["measured"]))
-    return 0
 
 
 if __name__ == "__main__":

@@ -21,24 +21,30 @@ sys.path.insert(0, str(ROOT))
 
 import cost  # noqa: E402
 import lesson  # noqa: E402
-from ablations import (GRIDS, RESULTS, flags_of, half_width, interval, key, lower_in, paired, read,  # noqa: E402
-                       spread)
+from ablations import (GRIDS, MOST, RESULTS, RUNS, UserError, flags_of, half_width, interval, key,  # noqa: E402
+                       lower_in, paired, read, read_lines, spread)
 
 FIGURES = ROOT / "experiments" / "figures"
 TEXTS = (ROOT / "README.md", ROOT / "experiments" / "README.md")
 
+NOT_RUN = "*Not run yet.*"
+
+
 # --- Grids -----------------------------------------------------------------------------------------
 def of_grid(grid: str, runs: dict[str, dict]) -> dict[str, dict[int, dict]]:
-    """{row: {seed: its run}} of the runs that are there, whichever grid asked for them."""
-    data = {run["options"]["dataset"]: run["data"] for run in runs.values()}
+    """{row: {seed: its run}} of the rows with two seeds or more, whichever grid asked for the runs."""
+    data = {}
+    for run in runs.values():
+        if data.setdefault(run["options"]["dataset"], run["data"]) != run["data"]:
+            raise UserError(f"the runs are of two data sets named {run['options']['dataset']}: keep those of one")
     found = {row: {} for row in GRIDS[grid]}
     for row in GRIDS[grid]:
-        for seed in range(1, 17):
+        for seed in range(1, 1 + MOST):
             flags = flags_of(grid, row, seed, quick=False)
             run = runs.get(key(flags, data.get(flags.get("dataset", "pystdlib"), dict(train="", val=""))))
             if run:
                 found[row][seed] = run
-    return {row: by_seed for row, by_seed in found.items() if by_seed}
+    return {row: by_seed for row, by_seed in found.items() if len(by_seed) > 1}
 
 
 def finals(by_seed: dict[int, dict]) -> dict[int, float]:
@@ -51,6 +57,8 @@ def grid_table(grid: str, runs: dict[str, dict]) -> str:
     if grid in ("matched", "large"):
         gated = finals(found.get("gated", {}))
     axis = grid not in ("systems", "matched", "large")
+    if not found or axis and len(found) == len({row.split(", ")[0] for row in found}):
+        return NOT_RUN
     lines = ["| | parameters | seeds | mean loss | between seeds | difference to `gated`, 95 % interval "
              "| lower in | between differences |" + (" difference to the system itself |" if axis else ""),
              "|---|---|---|---|---|---|---|---|" + ("---|" if axis else "")]
@@ -90,7 +98,7 @@ def saving(run: dict, gated: dict) -> float:
 
 
 def tokens_table(runs: dict[str, dict]) -> str:
-    lines = ["| | grid | tokens that `gated` takes to the same loss, of its own |", "|---|---|---|"]
+    lines = ["| | grid | `gated`'s tokens, of the system's |", "|---|---|---|"]
     for grid in ("systems", "matched", "large"):
         found = of_grid(grid, runs)
         for row in ("exoformer", "exoformer-dynamic"):
@@ -114,7 +122,7 @@ def budget_table(runs: dict[str, dict]) -> str:
                 steps = next(iter(by_seed.values()))["options"]["max_iters"]
                 cells.append(f"{interval(differences)} ({steps} steps, {len(differences)} seeds)")
             else:
-                cells.append("not run")
+                cells.append(NOT_RUN)
         lines.append(f"| `{row}` | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -122,6 +130,8 @@ def budget_table(runs: dict[str, dict]) -> str:
 def rates_table(runs: dict[str, dict]) -> str:
     """Each system's mean loss at each pair of rates, over the seeds that all of them have; the best is bold."""
     found = of_grid("rates", runs)
+    if len(found) < len(GRIDS["rates"]):
+        return NOT_RUN
     seeds = set.intersection(*map(set, found.values())) if found else set()
     means = {tuple(row.split(", ")): mean(by_seed[seed]["final"] for seed in seeds)
              for row, by_seed in found.items() if seeds}
@@ -140,8 +150,7 @@ def rates_table(runs: dict[str, dict]) -> str:
 
 
 def lines_of(name: str) -> list[dict]:
-    path = RESULTS / f"{name}.jsonl"
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    return read_lines(RESULTS / f"{name}.jsonl")
 
 
 def lessons_table() -> str:
@@ -156,7 +165,7 @@ def lessons_table() -> str:
 def depth_table(lines: list[dict]) -> str:
     """Mean over the seeds, in the first and in the last layer."""
     rows = ["| first layer → last layer | seeds | similarity of tokens | attention on the first token "
-            "| components for 99 % of the variance | without anchors | anchors alone | mean gate |",
+            "| principal components for 99 % of the variance | without anchors | anchors alone | mean gate |",
             "|---|---|---|---|---|---|---|---|"]
 
     def ends(curves: list[list[float]], form: str) -> str:
@@ -173,78 +182,82 @@ def depth_table(lines: list[dict]) -> str:
 
 
 def seen_table(lines: list[dict]) -> str:
-    """What the paper reports, and what these lines show of it."""
-    def of(variant: str, value) -> float:
-        return mean(value(line) for line in lines if line["variant"] == variant)
-
-    def cut(variant: str, what: str, measure) -> float:
-        return of(variant, lambda line: measure(line["interventions"][what]))
-
+    """What the paper reports, or its idea, and what these lines show of it. The verdicts are computed too."""
     if not lines:
-        return "not run"
-    T, d = lines[0]["config"]["block_size"], lines[0]["config"]["n_embd"]
+        return NOT_RUN
+    exo, nu, gated = ([line for line in lines if line["variant"] == variant]
+                      for variant in ("exoformer", "nuresformer", "gated"))
+
+    def loss(group: list[dict], what: str) -> float:
+        return mean(line["interventions"][what]["loss"] for line in group)
+
+    def left(group: list[dict], what: str) -> float:
+        return mean(line["interventions"][what]["components"][-1] for line in group)
+
+    def similar(group: list[dict]) -> list[float]:
+        return [mean(at) for at in zip(*(line["similarity"] for line in group))]
+
+    def row(claim: str, seen: bool, figures: str) -> str:
+        return f"| {claim} | {'yes' if seen else 'no'} | {figures} |"
+
+    without, alone, T = "without anchors", "anchors alone", exo[0]["config"]["block_size"]
+    missed = [loss(group, without) - loss(group, "intact") for group in (exo, nu)]
+    weight = max(mean(at) for group in (exo, nu, gated) for at in zip(*(line["first_token"] for line in group)))
     uniform = sum(1 / n for n in range(1, T + 1)) / T
-    weights = [weight for line in lines for weight in line["first_token"]]
-    cosines = [cosine for line in lines for cosine in line.get("conflict", {}).values()]
-    maps = [line["lam"]["v"] for line in lines if line["variant"] == "exoformer"]
-    border = max(abs(share - 0.5) for rows in maps for row in rows for share in row)
-
-    def loss(variant: str, what: str) -> str:
-        return f"{cut(variant, what, lambda done: done['loss']):.2f}"
-
-    def left(variant: str, what: str) -> str:
-        return f"{cut(variant, what, lambda done: done['components'][-1]):.0f}"
-
-    def first_similarity(variant: str) -> str:
-        return f"{of(variant, lambda line: line['similarity'][0]):.2f}"
-
-    exo, nu, without, alone = "exoformer", "nuresformer", "without anchors", "anchors alone"
-    rows = [
-        ("trained models depend on their anchors (§4.5)",
-         f"seen: without them the loss of `{nu}` is {loss(nu, without)} instead of {loss(nu, 'intact')}, "
-         f"that of `{exo}` {loss(exo, without)} instead of {loss(exo, 'intact')}"),
-        ("without its anchors ExoFormer's last layer keeps more components than NuResFormer's, 321 and 181",
-         f"not seen: {left(exo, without)} and {left(nu, without)} of {d}; nearly all are in use in every system"),
-        ("anchors alone leave more, 822 and 611", f"not seen: {left(exo, alone)} and {left(nu, alone)}"),
-        ("attention gathers on the first token",
-         f"not seen: its mean weight in a layer is {min(weights):.3f} to {max(weights):.3f}, that of uniform attention "
-         f"would be {uniform:.3f}"),
-        ("tokens grow alike over the depth",
-         f"not seen: in `gated` they are most alike in the first layer, {first_similarity('gated')}, and less in the "
-         f"next ones; with anchors they are less alike from the first layer on, {first_similarity(exo)} in `{exo}`"),
-        ("layer 1 is torn between its own use and being everybody's anchor",
-         f"not seen as a conflict of gradients: their cosines in `{nu}` are {min(cosines):+.2f} to "
-         f"{max(cosines):+.2f}"),
-        ("λ of v has sharp borders between heads (§4.4)",
-         f"not seen: λ1's part of both, by size, stays within {border:.2f} of its start, one half")]
-    heading = ["| the paper, or its idea | here |", "|---|---|"]
-    return "\n".join([*heading, *(f"| {paper} | {here} |" for paper, here in rows)])
+    cosines = [cosine for line in nu for cosine in line["conflict"].values()]
+    d_h = exo[0]["config"]["n_embd"] // exo[0]["config"]["n_head"]
+    jumps = [(channel % d_h == 0, abs(b - a)) for line in exo for of in line["lam"]["v"]
+             for channel, (a, b) in enumerate(zip(of, of[1:]), 1)]
+    border, inside = (mean(jump for at_border, jump in jumps if at_border == where) for where in (True, False))
+    return "\n".join([
+        "| the paper, or its idea | seen here | |", "|---|---|---|",
+        row("trained models depend on their anchors (§4.5)", min(missed) > 0.1,
+            f"without them the loss rises by {missed[0]:.2f} in `exoformer`, by {missed[1]:.2f} in `nuresformer`"),
+        row("without anchors ExoFormer's last layer keeps more principal components than NuResFormer's (321 and 181)",
+            left(exo, without) > 1.05 * left(nu, without), f"{left(exo, without):.0f} and {left(nu, without):.0f}"),
+        row("anchors alone leave more of them (822 and 611)", left(exo, alone) > 1.05 * left(nu, alone),
+            f"{left(exo, alone):.0f} and {left(nu, alone):.0f}; intact {left(exo, 'intact'):.0f} and "
+            f"{left(nu, 'intact'):.0f}, of {exo[0]['config']['n_embd']}"),
+        row("attention gathers on the first token", weight > 2 * uniform,
+            f"its mean weight is at most {weight:.3f} in any layer; if attention were uniform, {uniform:.3f}"),
+        row("without anchors tokens grow alike over the depth", similar(gated)[-1] > similar(gated)[0],
+            "; ".join(f"`{group[0]['variant']}`: {', '.join(f'{x:.2f}' for x in similar(group))}"
+                      for group in (gated, nu, exo))),
+        row("layer 1 is torn between its own use and being the anchor", min(cosines) < 0,
+            f"the two gradients have cosines of {min(cosines):+.2f} to {max(cosines):+.2f} in `nuresformer`"),
+        row("λ of v has sharp borders between heads (§4.4)", border > 1.5 * inside,
+            f"from channel to channel λ1's part of both changes by {inside:.3f}, between heads by {border:.3f}")])
 
 
 def headline(runs: dict[str, dict]) -> str:
     """Three sentences for the main README."""
-    found, seen = of_grid("systems", runs), lines_of("diagnostics")
-    if not {"gated", "exoformer", "exoformer-dynamic"} <= found.keys() or not seen:
-        return "not run"
-    static, dynamic = (paired(finals(found[row]), finals(found["gated"])) for row in ("exoformer", "exoformer-dynamic"))
-    sd = spread(list(finals(found["gated"]).values()))
+    seen, differences = lines_of("diagnostics"), {}
+    for grid in ("systems", "matched"):
+        found = of_grid(grid, runs)
+        if "gated" not in found or "exoformer-dynamic" not in found or not seen:
+            return NOT_RUN
+        for row in ("exoformer", "exoformer-dynamic"):
+            differences[grid, row] = paired(finals(found[row]), finals(found["gated"]))
+
+    def difference(*of: str) -> str:
+        return f"{interval(differences[of])} ({lower_in(differences[of])} seeds lower)"
 
     def moved(variant: str, where: str) -> str:
         return f"{mean(line['carries'][where] for line in seen if line['variant'] == variant):.2f}"
 
     return "\n".join(textwrap.wrap(
-        f"Models of 0.8M parameters on tiny Shakespeare, {len(dynamic)} seeds in pairs: against `gated`, the loss of "
-        f"dynamic ExoFormer differs by {interval(dynamic)}, that of the static one by {interval(static)}, while seeds "
-        f"alone spread by {sd} (standard deviation), so that a single run of each would show little. If one letter is "
-        "changed for the anchors alone, ExoFormer's next predictions move by "
-        f"{moved('exoformer', 'only in the anchors')} nats, if it is changed in the residual stream alone, by "
-        f"{moved('exoformer', 'only in the stream')}; with layer 1's projections as anchors (`nuresformer`) it is "
-        f"{moved('nuresformer', 'only in the anchors')} and {moved('nuresformer', 'only in the stream')}: the token does "
-        "arrive by the anchors. Whether that is why the loss is lower, and what of it is left at a thousand times the "
-        "size, these runs do not tell.", 120))
+        "Models of 0.8M parameters on tiny Shakespeare, compared in pairs of one seed: the loss of dynamic ExoFormer "
+        f"differs from that of `gated` by {difference('systems', 'exoformer-dynamic')}, with equal parameters by "
+        f"{difference('matched', 'exoformer-dynamic')}; the static one's by {difference('systems', 'exoformer')} and "
+        f"{difference('matched', 'exoformer')}. If a letter is changed for the anchors alone, `exoformer`'s next "
+        f"predictions move by {moved('exoformer', 'only in the anchors')} nats, if in the residual stream alone, by "
+        f"{moved('exoformer', 'only in the stream')}; where layer 1's projections are the anchors (`nuresformer`), by "
+        f"{moved('nuresformer', 'only in the anchors')} and {moved('nuresformer', 'only in the stream')}. Whether the "
+        "first has to do with the second, and what of either is left at a thousand times the size, these runs do not "
+        "tell.", 120))
 
 
-def source_line(runs: dict[str, dict]) -> str:
+def provenance(runs: dict[str, dict]) -> str:
     """By what code, versions and how much computing."""
     sources = sorted({f"source `{run['source']}`, torch {run['versions']['torch']}" for run in runs.values()})
     hours = sum(run["seconds"] for run in runs.values()) / 3600
@@ -255,7 +268,7 @@ def source_line(runs: dict[str, dict]) -> str:
 def tables(runs: dict[str, dict]) -> dict[str, str]:
     made = {grid: grid_table(grid, runs) for grid in GRIDS if grid not in ("rates", "budget")}
     made |= dict(rates=rates_table(runs), tokens=tokens_table(runs), budget=budget_table(runs))
-    made |= dict(lessons=lessons_table(), source=source_line(runs))
+    made |= dict(lessons=lessons_table(), provenance=provenance(runs))
     made |= dict(cost="\n\n".join(cost.table(line) for line in lines_of("cost")))
     for name in ("diagnostics", "diagnostics-large"):
         made[name] = depth_table(lines_of(name))
@@ -266,6 +279,9 @@ def tables(runs: dict[str, dict]) -> dict[str, str]:
 
 def filled(text: str, made: dict[str, str]) -> str:
     """The text with its tables in place. Raises KeyError for one that nobody makes."""
+    marks = re.findall(r"<!-- (table: [\w-]+|end) -->", text)
+    if any((mark == "end") != bool(i % 2) for i, mark in enumerate(marks)) or len(marks) % 2:
+        raise UserError("a '<!-- table: NAME -->' has no '<!-- end -->' of its own: put it back, nothing was written")
     return re.sub(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)",
                   lambda found: f"{found[1]}{made[found[2]]}\n{found[3]}", text, flags=re.S)
 
@@ -296,27 +312,38 @@ def main(argv: list[str]) -> int:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="change nothing, exit 1 where something disagrees")
     args = parser.parse_args(argv)
+    try:
+        return write(args.check)
+    except (UserError, ImportError, OSError) as error:
+        print(f"report.py: {error}", file=sys.stderr)
+        return 2
+
+
+def write(check: bool) -> int:
+    if not check:
+        import plots                                            # or one line before anything is written
     runs, stale = read(), []
+    if not runs:
+        raise UserError(f"no runs in {RUNS}: nothing was written")
     made = tables(runs)
     for path in TEXTS:
         text = path.read_text(encoding="utf-8")
         if filled(text, made) != text:
             stale.append(path)
-            if not args.check:
+            if not check:
                 path.write_text(filled(text, made), encoding="utf-8", newline="\n")
     for name, (function, arguments) in figures(runs).items():
         path, mark = FIGURES / name, f"<!-- of {digest(arguments)} -->\n"
         if not path.exists() or mark not in path.read_text(encoding="utf-8"):
             stale.append(path)
-            if not args.check:
-                import plots
+            if not check:
                 getattr(plots, function)(*arguments, path)
                 svg = path.read_text(encoding="utf-8").replace("<svg ", f"{mark}<svg ", 1)
                 path.write_text(svg, encoding="utf-8", newline="\n")
-    done = "not of the committed lines, run experiments/report.py" if args.check else "written"
+    done = "not of the committed lines, run experiments/report.py" if check else "written"
     for path in stale:
         print(f"{path.relative_to(ROOT)}: {done}")
-    return 1 if args.check and stale else 0
+    return 1 if check and stale else 0
 
 
 if __name__ == "__main__":
