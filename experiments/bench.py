@@ -1,16 +1,14 @@
 """
 Benchmarks of the core. Each prints a Markdown table and says what it measured on.
 
-    python experiments/bench.py steps          a training step with and without anchors
-    python experiments/bench.py muon           the same at the size of `python train.py`
     python experiments/bench.py generation     tokens per second, with the cache and without
     python experiments/bench.py mixing         what applying γ apart from λ saves over weights λ γ
     python experiments/bench.py rope           what the model's rotation saves over the textbook's
     python experiments/bench.py shakespeare    nanoGPT's small run beside --preset=shakespeare-cpu
 
 --quick makes each so small that it only shows that it runs. Models that are compared take turns,
-so that a machine that slows down slows all of them; ratios are medians over the rounds. A step is
-train.training_step, the function that train.py itself calls.
+so that a machine that slows down slows all of them; ratios are medians over the rounds. What a step
+and a token cost with anchors and without: cost.py.
 """
 
 import argparse
@@ -100,37 +98,6 @@ def autocast(device: torch.device, dtype: str) -> torch.autocast:
     return torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16")
 
 
-def steps(args, size=SIZE) -> None:
-    """A training step as train.py takes it: forward, backward, clipping, both optimizers."""
-    size = TINY if args.quick else size
-    x, y = batch(args.device, size)
-    options = train.Options(muon_lr=1e-3, adamw_lr=1e-3, batch_size=size["batch_size"])
-    context = autocast(args.device, args.dtype)
-    jobs = {}
-    in_muon = {name: [] for name in ROWS}
-    for name, model in models(args.device, size).items():
-        optimizers = train.make_optimizers(model, options, args.device)
-
-        def muon_step(step=optimizers[0].step, seen=in_muon[name]):
-            start = time.perf_counter()
-            step()
-            seen.append(time.perf_counter() - start)
-        optimizers[0].step = muon_step
-        jobs[name] = partial(train.training_step, model, x, y, 100, optimizers, options, context)
-    seconds = clock(jobs, args.rounds or 15, args.device)
-    print(caption(size, args.device, args.dtype))
-    print("| variant | ms per step | of gated's, same round | Muon's share |\n|---|---|---|---|")
-    for name in ROWS:
-        share = median(in_muon[name]) / median(seconds[name])
-        print(f"| `{name}` | {1000 * median(seconds[name]):.0f} | "
-              f"{ratio(seconds[name], seconds['gated'])} | {share:.0%} |")
-
-
-def muon(args) -> None:
-    """Steps at the size of `python train.py` on a CPU."""
-    steps(args, {name: train.PRESETS["cpu"][name] for name in SIZE})
-
-
 @torch.no_grad()
 def recompute(model: ExoFormer, idx: Tensor, new: int) -> Tensor:
     """Greedy generation without a cache: the whole context again for each token."""
@@ -150,12 +117,10 @@ def generation(args) -> None:
         jobs[name, "slow"] = partial(recompute, model, idx, new)
     seconds = clock(jobs, args.rounds or 5, args.device)
     print(caption(size | dict(batch_size=1), args.device, "float32"))
-    print("| variant | tokens/s, cached | recomputing | cached is faster by "
-          "| time a token, of gated's |\n|---|---|---|---|---|")
+    print("| variant | tokens/s, cached | recomputing | cached is faster by |\n|---|---|---|---|")
     for name in ROWS:
         slow = seconds[name, "slow"]
-        print(f"| `{name}` | {new / median(seconds[name]):.0f} | {new / median(slow):.1f} | "
-              f"{ratio(slow, seconds[name])} | {ratio(seconds[name], seconds['gated'])} |")
+        print(f"| `{name}` | {new / median(seconds[name]):.0f} | {new / median(slow):.1f} | {ratio(slow, seconds[name])} |")
 
 
 def plain_terms(mixing, X: Tensor, own: dict, anchors: dict) -> dict[str, tuple[Tensor, Tensor]]:
@@ -368,7 +333,7 @@ def shakespeare(args, seed: int = 1337) -> None:
         float(last["val_loss"]))
 
 
-COMMANDS = {f.__name__: f for f in (steps, mixing, muon, generation, rope, shakespeare)}
+COMMANDS = {f.__name__: f for f in (mixing, generation, rope, shakespeare)}
 
 
 def main(argv: list[str]) -> int:
