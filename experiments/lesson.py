@@ -32,7 +32,7 @@ from ablations import BrokenProcessPool, RESULTS, interval, lower_in, read_lines
 from data.prepare import Split, UserError, load, replacing  # noqa: E402
 
 FLAGS = dict(preset="shakespeare-cpu", max_iters=100, eval_interval=100)
-QUICK = dict(max_iters=3, eval_iters=4, n_layer=2, n_embd=32)
+QUICK = dict(dataset="pystdlib", max_iters=3, eval_iters=4, n_layer=2, n_embd=32)
 LOSS, SHARE, CACHED = "loss", "v's anchor in layer 1, share by norm", "loss, token by token with the cache"
 SYSTEMS = {1: ("gated", "exoformer-dynamic"), 3: ("exoformer",)}       # the lessons not about exoformer-dynamic alone
 SHOWN = {6: (LOSS, SHARE), 8: (LOSS, CACHED)}           # the lessons whose outcome the loss alone does not tell
@@ -132,7 +132,7 @@ def main(argv: list[str]) -> int:
                 parser.error(f"{name}={getattr(args, name)}: expected 1 to {high}")
         if args.save and (args.quick or args.dataset or args.seeds < 4):
             parser.error("--save: what is kept has the usual data and four seeds or more, drop the other flags")
-        extra = (dict(dataset=args.dataset) if args.dataset else {}) | (QUICK if args.quick else {})
+        extra = (QUICK if args.quick else {}) | (dict(dataset=args.dataset) if args.dataset else {})
         line = measure(args.number, 1 if args.quick else args.seeds, args.jobs, extra)
         print(f"-{line['change'][0]}\n+{line['change'][1]}\n")
         print(table(line["number"], line["title"], line["measured"]), flush=True)
