@@ -62,7 +62,8 @@ T_QUANTILE = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.
 SMALL = dict(preset="shakespeare-cpu", max_iters=300, warmup_iters=20, decay_share=0.4, muon_lr=0.01, adamw_lr=0.006,
              momentum=0.95, eval_interval=75, eval_iters=0)
 LARGE = dict(preset="cpu", max_iters=500, eval_interval=125, eval_iters=512)
-QUICK = dict(dataset="pystdlib", max_iters=4, warmup_iters=2, eval_interval=2, eval_iters=4, n_layer=2, n_embd=32, batch_size=2)
+QUICK = dict(dataset="pystdlib", max_iters=4, warmup_iters=2, eval_interval=2, eval_iters=4, n_layer=2, n_embd=32,
+             batch_size=2)
 
 
 # --- Grids: {what the tables call a row: flags that differ from the size's} -------------------------

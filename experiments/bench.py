@@ -120,7 +120,8 @@ def generation(args) -> None:
     print("| variant | tokens/s, cached | recomputing | cached is faster by |\n|---|---|---|---|")
     for name in ROWS:
         slow = seconds[name, "slow"]
-        print(f"| `{name}` | {new / median(seconds[name]):.0f} | {new / median(slow):.1f} | {ratio(slow, seconds[name])} |")
+        print(f"| `{name}` | {new / median(seconds[name]):.0f} | {new / median(slow):.1f} "
+              f"| {ratio(slow, seconds[name])} |")
 
 
 def plain_terms(mixing, X: Tensor, own: dict, anchors: dict) -> dict[str, tuple[Tensor, Tensor]]:

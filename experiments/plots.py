@@ -160,19 +160,24 @@ def diagnostics(lines: list[dict], name: str, path: Path) -> bool:
 
 
 # --- Of grids --------------------------------------------------------------------------------------
-def differences(points: dict[str, dict[str, list[float]]], path: Path) -> None:
-    """Paired differences to `gated`, one row a system: a dot for each seed, the mean with its 95 % interval."""
-    fig, ((axis,),) = figure(1, 1, 7.2, 0.52 * len(points) + 1.3)
-    grids = {"systems": ("o", "#0072B2", "as they are"), "matched": ("D", "#D55E00", "with equal parameters")}
-    for i, (row, of) in enumerate(points.items()):
-        for j, (grid, seen) in enumerate(of.items()):
-            mark, colour, label = grids[grid]
-            y = i + 0.18 * (2 * j - 1)
-            axis.scatter(seen, [y + 0.1] * len(seen), s=9, color=colour, alpha=0.5, lw=0)
-            axis.errorbar(mean(seen), y, xerr=half_width(seen) if len(seen) > 1 else 0, fmt=mark, color=colour,
-                          capsize=3, label=label if i == 0 else None)
+def forest(points: dict[str, dict[str, list[float]]], reference: str, path: Path) -> None:
+    """Paired differences in loss to `reference`: {row: {name of a series: a difference for each seed}}.
+
+    A small dot for each seed, a mark for the mean with its 95 % interval.
+    """
+    fig, ((axis,),) = figure(1, 1, 7.2, 0.5 * len(points) + 1.4)
+    series = list(dict.fromkeys(name for of in points.values() for name in of))
+    for name, mark, colour in zip(series, "oD", ("#0072B2", "#D55E00")):
+        rows = [i for i, of in enumerate(points.values()) if name in of]
+        seen = [of[name] for of in points.values() if name in of]
+        at = [i + 0.34 * (series.index(name) - (len(series) - 1) / 2) for i in rows]
+        axis.errorbar([mean(of) for of in seen], at, xerr=[half_width(of) for of in seen], fmt=mark, color=colour,
+                      capsize=3, label=name)
+        for y, of in zip(at, seen):
+            axis.scatter(of, [y + 0.1] * len(of), s=9, color=colour, alpha=0.5, lw=0)
     axis.axvline(0, color=INK, lw=0.8)
     axis.set(yticks=range(len(points)), yticklabels=list(points), ylim=(len(points) - 0.5, -0.5),
-             xlabel="difference in loss to gated, nats per byte; left is better")
-    fig.legend(*axis.get_legend_handles_labels(), loc="outside upper center", ncols=2)
+             xlabel=f"difference in loss to {reference}, nats per byte; left is better")
+    if len(series) > 1:
+        fig.legend(*axis.get_legend_handles_labels(), loc="outside upper center", ncols=len(series))
     save(fig, path)

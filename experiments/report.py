@@ -288,13 +288,18 @@ def filled(text: str, made: dict[str, str]) -> str:
 
 def figures(runs: dict[str, dict]) -> dict[str, tuple]:
     """{file name: (function of plots.py, its arguments)}: arguments are plain data, which is what is hashed."""
-    points = {}
-    for grid in ("systems", "matched"):
+    points, axes, systems = {}, {}, of_grid("systems", runs)
+    for grid, name in (("systems", "as they are"), ("matched", "with equal parameters")):
         found = of_grid(grid, runs)
         for row in (row for row in found if row != "gated" and "gated" in found):
-            differences = paired(finals(found[row]), finals(found["gated"]))
-            points.setdefault(row, {})[grid] = differences
-    made = {"differences.svg": ("differences", [points])} if points else {}
+            points.setdefault(row, {})[name] = paired(finals(found[row]), finals(found["gated"]))
+    for grid in ("granularity", "anchor-norm", "post-norm", "source", "components"):
+        for row, by_seed in of_grid(grid, runs).items():
+            differences = paired(finals(by_seed), finals(systems.get(row.split(", ")[0], {})))
+            if len(differences) > 1 and any(differences):
+                axes[row.replace("_", " ")] = {grid: differences}
+    made = {"differences.svg": ("forest", [points, "gated"])} if points else {}
+    made |= {"axes.svg": ("forest", [axes, "the system itself"])} if axes else {}
     small, large = lines_of("diagnostics"), lines_of("diagnostics-large")
     for suffix, lines in (("", small), ("-large", large)):
         if lines:
