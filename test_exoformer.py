@@ -2515,7 +2515,8 @@ def test_two_processes_do_not_tear_lines(tmp_path):
 
 def test_grids_are_what_they_say():
     """`matched` brings all systems within 1 % of the largest by the feed-forward's width alone; in the grids of an axis
-    its default is the system itself, and every other value another model; runs that cost gated's FLOPs do.
+    its default is the system itself, and every other value another model; empty anchors know no token; runs that cost
+    gated's FLOPs do.
     """
     ablations = experiment("ablations")
 
@@ -2534,6 +2535,11 @@ def test_grids_are_what_they_say():
             own = model("systems", variant)[0]
             assert [row for row in rows if rows[row] == own] == [row for row in rows if row.endswith(f" {default}")]
             assert len({json.dumps(flags, sort_keys=True) for flags in rows.values()}) == len(rows)
+    with ablations.emptied():
+        empty, idx = make(CASES["exoformer"]), tokens(CASES["exoformer"])
+        anchors = experiment("diagnostics").anchors_of(empty, idx)
+        assert all((value == value[:1, :1]).all() for value in anchors.values())     # the same for every token
+    assert not (experiment("diagnostics").anchors_of(empty, idx)["v"] == anchors["v"]).all()
     gated, all_of = model("systems", "gated"), "exoformer-dynamic, gated's FLOPs"
     flags, dynamic = model("budget", all_of)
     cost = flags["max_iters"] * dynamic.flops_per_token() / (gated[0]["max_iters"] * gated[1].flops_per_token())

@@ -89,13 +89,14 @@ GRIDS = {
     "post-norm": rows(["exoformer"], post_norm=["qk", "qkv", "qkvg"]),
     "source": rows(["exoformer", "exoformer-dynamic"], anchor_layer=[0, 1, 2]),
     "components": rows(["exoformer"], mix=["qkvg", "vg", "q", "k", "v", "g"]),
+    "control": {f"{variant}, empty anchors": dict(variant=variant, empty=True) for variant in TRIO[1:]},
     "budget": {f"{variant}, gated's {what}": dict(variant=variant, cheaper=what)
                for variant in TRIO[1:] for what in ("FLOPs", "time")},
     "large": {variant: dict(variant=variant) for variant in TRIO},
 }
 TIME = {"exoformer": 1.15, "exoformer-dynamic": 1.235}      # of a step, of gated's: cost.py --size=small
-MOST = 16                                       # seeds
-SEEDS = dict.fromkeys(GRIDS, 8) | dict(systems=MOST, matched=MOST, large=4)
+MAX_SEEDS = 16                                       # seeds
+SEEDS = dict.fromkeys(GRIDS, 8) | dict(systems=MAX_SEEDS, matched=MAX_SEEDS, large=4)
 
 
 AXES = ("granularity", "anchor_norm", "post_norm", "anchor_layer", "mix")
@@ -151,6 +152,12 @@ def matched_width(config: Config) -> int | None:
     own = meta_model(config).num_params()[0]
     more = round((largest - own) / (config.n_layer * 3 * config.n_embd))    # three matrices in a layer
     return 2 * config.n_embd + more if more else None
+
+
+def emptied():
+    """Within it, exogenous anchors are made from ones instead of H_k: as many parameters, and no token in them."""
+    exogenous = exoformer.Anchor.exogenous
+    return patch.object(exoformer.Anchor, "exogenous", lambda self, H_k: exogenous(self, torch.ones_like(H_k)))
 
 
 def meta_model(config: Config) -> ExoFormer:
@@ -209,9 +216,11 @@ SOURCE = source_hash()                      # of what this process runs, whateve
 
 def run(grid: str, row: str, flags: dict, keep: Path | None) -> dict:
     """Train once. Returns the run's line; `keep` is a file for its last checkpoint."""
-    flags, width = {name: value for name, value in flags.items() if name != "width"}, flags.get("width")
+    flags, own = dict(flags), flags                 # `own` with what train.py has no flag for
+    width, empty = flags.pop("width", None), flags.pop("empty", False)
     with tempfile.TemporaryDirectory() as out:
-        with widened(width), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        quiet = redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO())
+        with widened(width), emptied() if empty else nullcontext(), quiet[0], quiet[1]:
             train.train(flags | dict(out_dir=out, max_new_tokens=0))
             checkpoint, model = train.load_checkpoint(Path(out) / "last.pt")
         if keep:
@@ -225,11 +234,11 @@ def run(grid: str, row: str, flags: dict, keep: Path | None) -> dict:
         grid=grid, row=row, seed=flags["seed"], final=losses[options["max_iters"]], losses=losses,
         grad_norms=[round(float(at["grad_norm"]), 4) for at in log], seconds=round(checkpoint["seconds"], 1),
         tokens=checkpoint["step"] * options["batch_size"] * model.config.block_size,
-        parameters=model.num_params()[0], flops_per_token=model.flops_per_token(), width=width,
+        parameters=model.num_params()[0], flops_per_token=model.flops_per_token(), width=width, empty=empty,
         options={name: value for name, value in options.items() if name not in ("out_dir", "seed")},
         config=checkpoint["config"], data={split: checkpoint["data"][split] for split in ("train", "val")},
         versions=dict(python=platform.python_version(), torch=torch.__version__, numpy=numpy.__version__),
-        source=SOURCE, key=key(flags | dict(width=width), checkpoint["data"]))
+        source=SOURCE, key=key(own, checkpoint["data"]))
 
 
 def key(flags: dict, data: dict) -> str:
@@ -323,7 +332,7 @@ def main(argv: list[str]) -> int:
                         help="the file of lines (default: experiments/results/runs.jsonl)")
     parser.add_argument("--quick", action="store_true", help="tiny sizes: only shows that it runs")
     args = parser.parse_args(argv)
-    for name, high in (("seeds", MOST), ("first", MOST), ("jobs", 64)):
+    for name, high in (("seeds", MAX_SEEDS), ("first", MAX_SEEDS), ("jobs", 64)):
         if getattr(args, name) is not None and not 1 <= getattr(args, name) <= high:
             parser.error(f"--{name}={getattr(args, name)}: expected 1 to {high}")
     try:
@@ -342,7 +351,7 @@ def run_grids(args) -> int:
     if args.keep:
         args.keep.mkdir(parents=True, exist_ok=True)
     done, todo = finished(path), {}
-    for seed in range(args.first, 1 + (args.seeds or MOST)):        # seed by seed: an unfinished grid is even
+    for seed in range(args.first, 1 + (args.seeds or MAX_SEEDS)):        # seed by seed: an unfinished grid is even
         for grid in args.grids:
             for row in GRIDS[grid] if seed <= (args.seeds or SEEDS[grid]) else ():
                 if (args.only or "") in row:

@@ -77,11 +77,11 @@ def ratio(times: list[float], reference: list[float]) -> str:
     return f"{median(ratios):.3f} ({low:.3f} to {high:.3f})"
 
 
-def models(device: torch.device, size: dict) -> dict[str, ExoFormer]:
-    """A model of each row. Matrices that start at zero are made random: zeros are no work."""
+def models(device: torch.device, size: dict, names=ROWS) -> dict[str, ExoFormer]:
+    """A model of each name. Matrices that start at zero are made random: zeros are no work."""
     torch.manual_seed(0)
     sizes = {name: value for name, value in size.items() if name != "batch_size"}
-    rows = {name: ExoFormer(Config.variant(name, **sizes)) for name in ROWS}
+    rows = {name: ExoFormer(Config.variant(name, **sizes)) for name in names}
     for model in rows.values():
         for p in model.parameters():
             if not p.any():

@@ -11,16 +11,17 @@ speed of one large matrix product measured in the same rounds.
 """
 
 import argparse
+import json
 import sys
 from functools import partial
 from statistics import median
 
 import torch
-from bench import TINY, autocast, caption, clock, ratio
-from torch import nn
+from bench import TINY, autocast, caption, clock, models, ratio
 
 import train
-from ablations import RESULTS, append
+from ablations import RESULTS, read_lines
+from data.prepare import replacing
 from exoformer import VARIANTS, Config, ExoFormer
 
 SIZES = {"small": dict(n_layer=4, n_head=4, n_embd=128, block_size=64, batch_size=16),
@@ -32,14 +33,6 @@ DECODED = 16                                    # tokens a timing
 def cache_bytes(config: Config, bytes_each: int) -> int:
     """Of one sequence of block_size positions: k and v of every layer. Anchors need none."""
     return 2 * config.n_layer * config.block_size * config.n_embd * bytes_each
-
-
-def build(variant: str, size: dict, device: torch.device) -> ExoFormer:
-    model = ExoFormer(Config.variant(variant, **{name: value for name, value in size.items() if name != "batch_size"}))
-    for p in model.parameters():
-        if not p.any():
-            nn.init.normal_(p, std=0.02)        # matrices that start at zero would be no work
-    return model.to(device)
 
 
 def jobs_of(model: ExoFormer, size: dict, device: torch.device, dtype: str) -> dict:
@@ -89,9 +82,8 @@ def main(argv: list[str]) -> int:
         print(f"cost.py: {error}", file=sys.stderr)
         return 2
     size = (TINY | dict(block_size=32)) if args.quick else SIZES[args.size]
-    torch.manual_seed(0)
-    models = {variant: build(variant, size, device) for variant in VARIANTS}
-    jobs = {(variant, what): job for variant, model in models.items()
+    systems = models(device, size, VARIANTS)
+    jobs = {(variant, what): job for variant, model in systems.items()
             for what, job in jobs_of(model, size, device, dtype).items()}
     side = 64 if args.quick else 2048
     a, b = torch.randn(2, side, side, device=device, dtype=getattr(torch, dtype))
@@ -101,7 +93,7 @@ def main(argv: list[str]) -> int:
     peak = 2 * side**3 / median(seconds["product"])
     heading = caption(size, device, dtype)
     rows = []
-    for variant, model in models.items():
+    for variant, model in systems.items():
         per_token = model.flops_per_token()
         step_flops = per_token * size["batch_size"] * size["block_size"]
         times = {what: median(seconds[variant, what]) for what in ("step", "prefill", "token")}
@@ -109,13 +101,16 @@ def main(argv: list[str]) -> int:
         rows.append(dict(
             variant=variant, parameters=model.num_params()[0], flops_per_token=per_token,
             cache=cache_bytes(model.config, 2 if dtype == "bfloat16" else 4),
-            flops=round(per_token / models["gated"].flops_per_token(), 3),
+            flops=round(per_token / systems["gated"].flops_per_token(), 3),
             of_peak=round(step_flops / times["step"] / peak, 3),
             **{what: round(1000 * time, 2) for what, time in times.items()},
             **{f"{what}_ratio": ratio(seconds[variant, what], seconds["gated", what]) for what in times}))
     line = dict(caption=heading.strip(), size=args.size, peak=round(peak / 1e9, 1), rows=rows)
     if args.save and not args.quick:
-        append(RESULTS / "cost.jsonl", line)
+        path = RESULTS / "cost.jsonl"
+        kept = [of for of in read_lines(path) if of["size"] != args.size]
+        with replacing(path) as file:
+            file.write(b"".join(json.dumps(of).encode() + b"\n" for of in (*kept, line)))
     print(table(line))
     return 0
 

@@ -202,8 +202,8 @@ def gradient_conflict(model: ExoFormer, x: Tensor, y: Tensor) -> dict[str, float
     with torch.enable_grad():
         both = gradient()
         internal = model.anchor.internal
-        detached = {"internal": lambda S_1: internal({s: value.detach() for s, value in S_1.items()})}
-        with patch.multiple(model.anchor, **detached):
+        detached = lambda S_1: internal({s: value.detach() for s, value in S_1.items()})    # noqa: E731
+        with patch.object(model.anchor, "internal", detached):
             own = gradient()
     return {s: F.cosine_similarity(g_own.flatten(), (g - g_own).flatten(), dim=0).item()
             for s, g, g_own in zip(weights, both, own)}
@@ -241,9 +241,9 @@ def measure(path: Path, dataset: str | None, windows: int) -> tuple[dict, ExoFor
     """(the checkpoint's line, its model, the split that it was measured on)."""
     checkpoint, model = train.load_checkpoint(path)
     options, config = checkpoint["options"], model.config
-    if config.vocab_size > 256 or config.block_size < 2 * NEXT:
-        raise UserError(f"{path} has vocab_size={config.vocab_size} and block_size={config.block_size}: expected "
-                        f"bytes, so 256 or less, and {2 * NEXT} or more")
+    if checkpoint["data"].get("tokenizer") != "bytes" or config.vocab_size < 256 or config.block_size < 2 * NEXT:
+        raise UserError(f"{path} has the tokenizer {checkpoint['data'].get('tokenizer')} and block_size="
+                        f"{config.block_size}: expected bytes, as letters are looked for, and {2 * NEXT} or more")
     _, _, val = load(dataset or options["dataset"], config.block_size, config.vocab_size)
     model.eval()
     idx = torch.from_numpy(next(val.fixed(32, 32))[0])
@@ -261,8 +261,8 @@ def measure(path: Path, dataset: str | None, windows: int) -> tuple[dict, ExoFor
     if model.anchor is not None:
         shares = {n: {s: round(share.mean().item(), 4) for s, share in layer.get("share", {}).items()}
                   for n, layer in enumerate(layers, 1)}
-        windows = torch.from_numpy(np.concatenate([x for x, _ in val.fixed(256, 64)]))
-        line |= dict(lam=lambda_map(model), shares=shares, carries=who_carries(model, windows))
+        texts = torch.from_numpy(np.concatenate([x for x, _ in val.fixed(256, 64)]))
+        line |= dict(lam=lambda_map(model), shares=shares, carries=who_carries(model, texts))
     if config.anchor == "internal":
         x, y = (torch.from_numpy(ids) for ids in next(val.fixed(64, 64)))
         line |= dict(conflict=gradient_conflict(model, x, y))
@@ -312,6 +312,10 @@ def main(argv: list[str]) -> int:
         lines, pages = [], {}
         for path in args.checkpoints:
             line, model, val = measure(path, args.dataset, args.windows)
+            same = [other for other in lines if other["variant"] == line["variant"]]
+            if any(other["config"] != line["config"] or other["seed"] == line["seed"] for other in same):
+                raise UserError(f"{path}: another {line['variant']}, of other settings or of the same seed, was given: "
+                                "expected one a seed, as figures are means over seeds; look at this one alone")
             lines.append(line)
             print(table(line), flush=True)
             if model.anchor is not None:

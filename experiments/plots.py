@@ -166,7 +166,7 @@ def forest(points: dict[str, dict[str, list[float]]], reference: str, path: Path
     A small dot for each seed, a mark for the mean with its 95 % interval.
     """
     fig, ((axis,),) = figure(1, 1, 7.2, 0.5 * len(points) + 1.4)
-    series = list(dict.fromkeys(name for of in points.values() for name in of))
+    series = list(dict.fromkeys(name for of in points.values() for name in of))     # two at most
     for name, mark, colour in zip(series, "oD", ("#0072B2", "#D55E00")):
         rows = [i for i, of in enumerate(points.values()) if name in of]
         seen = [of[name] for of in points.values() if name in of]

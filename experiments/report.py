@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 
 import cost  # noqa: E402
 import lesson  # noqa: E402
-from ablations import (GRIDS, MOST, RESULTS, RUNS, UserError, flags_of, half_width, interval, key,  # noqa: E402
+from ablations import (GRIDS, MAX_SEEDS, RESULTS, RUNS, UserError, flags_of, half_width, interval, key,  # noqa: E402
                        lower_in, paired, read, read_lines, spread)
 
 FIGURES = ROOT / "experiments" / "figures"
@@ -39,7 +39,7 @@ def of_grid(grid: str, runs: dict[str, dict]) -> dict[str, dict[int, dict]]:
             raise UserError(f"the runs are of two data sets named {run['options']['dataset']}: keep those of one")
     found = {row: {} for row in GRIDS[grid]}
     for row in GRIDS[grid]:
-        for seed in range(1, 1 + MOST):
+        for seed in range(1, 1 + MAX_SEEDS):
             flags = flags_of(grid, row, seed, quick=False)
             run = runs.get(key(flags, data.get(flags.get("dataset", "pystdlib"), dict(train="", val=""))))
             if run:
@@ -81,7 +81,7 @@ def grid_table(grid: str, runs: dict[str, dict]) -> str:
 
 
 def tokens_to_reach(run: dict, loss: float) -> float:
-    """Tokens after which the run's loss is this low, between evaluations by a straight line; its own end if never."""
+    """Tokens after which the run's loss is this low, between evaluations by a straight line."""
     per_step = run["tokens"] / run["options"]["max_iters"]
     points = [(int(step) * per_step, value) for step, value in run["losses"].items()]
     for (t0, high), (t1, low) in zip(points, points[1:]):
@@ -91,10 +91,9 @@ def tokens_to_reach(run: dict, loss: float) -> float:
 
 
 def saving(run: dict, gated: dict) -> float:
-    """How many times the tokens `gated` takes to where the worse of the two ends; above 1 if run is the better one."""
-    if run["final"] <= gated["final"]:
-        return gated["tokens"] / tokens_to_reach(run, gated["final"])
-    return tokens_to_reach(gated, run["final"]) / run["tokens"]
+    """`gated`'s tokens until it has the higher one of the two final losses, divided by the run's."""
+    target = max(run["final"], gated["final"])
+    return tokens_to_reach(gated, target) / tokens_to_reach(run, target)
 
 
 def tokens_table(runs: dict[str, dict]) -> str:
@@ -132,16 +131,15 @@ def rates_table(runs: dict[str, dict]) -> str:
     found = of_grid("rates", runs)
     if len(found) < len(GRIDS["rates"]):
         return NOT_RUN
-    seeds = set.intersection(*map(set, found.values())) if found else set()
-    means = {tuple(row.split(", ")): mean(by_seed[seed]["final"] for seed in seeds)
-             for row, by_seed in found.items() if seeds}
-    variants, rates = (list(dict.fromkeys(names)) for names in (zip(*means) if means else ((), ())))
+    seeds = set.intersection(*map(set, found.values()))
+    means = {tuple(row.split(", ")): mean(by_seed[seed]["final"] for seed in seeds) for row, by_seed in found.items()}
+    variants, rates = (list(dict.fromkeys(names)) for names in zip(*means))
     best = {variant: min((row for row in means if row[0] == variant), key=means.get) for variant in variants}
     lines = [f"| mean loss, {len(seeds)} seeds | " + " | ".join(f"`{variant}`" for variant in variants) + " |",
              "|---|" + "---|" * len(variants)]
     for rate in rates:
         options = next(run["options"] for row in found if row.endswith(f", {rate}") for run in found[row].values())
-        cells = [f"{means[variant, rate]:.4f}" if (variant, rate) in means else "" for variant in variants]
+        cells = [f"{means[variant, rate]:.4f}" for variant in variants]
         cells = [f"**{cell}**" if best[variant] == (variant, rate) else cell for variant, cell in zip(variants, cells)]
         lines.append(f"| Muon {options['muon_lr']}, AdamW {options['adamw_lr']} | {' | '.join(cells)} |")
     at_best = {variant: {seed: found[", ".join(row)][seed]["final"] for seed in seeds} for variant, row in best.items()}
@@ -165,7 +163,7 @@ def lessons_table() -> str:
 def depth_table(lines: list[dict]) -> str:
     """Mean over the seeds, in the first and in the last layer."""
     rows = ["| first layer → last layer | seeds | similarity of tokens | attention on the first token "
-            "| principal components for 99 % of the variance | without anchors | anchors alone | mean gate |",
+            "| principal components for 99 % of the variance | the same, λ1 = 0 | the same, λ2 = 0 | mean gate |",
             "|---|---|---|---|---|---|---|---|"]
 
     def ends(curves: list[list[float]], form: str) -> str:
@@ -183,10 +181,10 @@ def depth_table(lines: list[dict]) -> str:
 
 def seen_table(lines: list[dict]) -> str:
     """What the paper reports, or its idea, and what these lines show of it. The verdicts are computed too."""
-    if not lines:
+    exo, nu, gated, dynamic = ([line for line in lines if line["variant"] == variant]
+                               for variant in ("exoformer", "nuresformer", "gated", "exoformer-dynamic"))
+    if not (exo and nu and gated and dynamic):
         return NOT_RUN
-    exo, nu, gated = ([line for line in lines if line["variant"] == variant]
-                      for variant in ("exoformer", "nuresformer", "gated"))
 
     def loss(group: list[dict], what: str) -> float:
         return mean(line["interventions"][what]["loss"] for line in group)
@@ -206,35 +204,38 @@ def seen_table(lines: list[dict]) -> str:
     uniform = sum(1 / n for n in range(1, T + 1)) / T
     cosines = [cosine for line in nu for cosine in line["conflict"].values()]
     d_h = exo[0]["config"]["n_embd"] // exo[0]["config"]["n_head"]
-    jumps = [(channel % d_h == 0, abs(b - a)) for line in exo for of in line["lam"]["v"]
+    jumps = [(channel % d_h == 0, abs(b - a)) for line in dynamic for of in line["lam"]["v"]
              for channel, (a, b) in enumerate(zip(of, of[1:]), 1)]
     border, inside = (mean(jump for at_border, jump in jumps if at_border == where) for where in (True, False))
     return "\n".join([
         "| the paper, or its idea | seen here | |", "|---|---|---|",
-        row("trained models depend on their anchors (§4.5)", min(missed) > 0.1,
+        row("trained models depend on their anchors (§4.5; seen: by 0.1 of loss or more)", min(missed) > 0.1,
             f"without them the loss rises by {missed[0]:.2f} in `exoformer`, by {missed[1]:.2f} in `nuresformer`"),
-        row("without anchors ExoFormer's last layer keeps more principal components than NuResFormer's (321 and 181)",
+        row("with λ1 = 0 ExoFormer's last layer keeps more principal components than NuResFormer's (321 and 181; "
+            "seen: 5 % more)",
             left(exo, without) > 1.05 * left(nu, without), f"{left(exo, without):.0f} and {left(nu, without):.0f}"),
-        row("anchors alone leave more of them (822 and 611)", left(exo, alone) > 1.05 * left(nu, alone),
+        row("with λ2 = 0 too (822 and 611; seen: 5 % more)", left(exo, alone) > 1.05 * left(nu, alone),
             f"{left(exo, alone):.0f} and {left(nu, alone):.0f}; intact {left(exo, 'intact'):.0f} and "
             f"{left(nu, 'intact'):.0f}, of {exo[0]['config']['n_embd']}"),
-        row("attention gathers on the first token", weight > 2 * uniform,
+        row("attention gathers on the first token (seen: twice its weight in uniform attention)", weight > 2 * uniform,
             f"its mean weight is at most {weight:.3f} in any layer; if attention were uniform, {uniform:.3f}"),
-        row("without anchors tokens grow alike over the depth", similar(gated)[-1] > similar(gated)[0],
+        row("in models trained without anchors tokens grow alike with depth", similar(gated)[-1] > similar(gated)[0],
             "; ".join(f"`{group[0]['variant']}`: {', '.join(f'{x:.2f}' for x in similar(group))}"
                       for group in (gated, nu, exo))),
-        row("layer 1 is torn between its own use and being the anchor", min(cosines) < 0,
-            f"the two gradients have cosines of {min(cosines):+.2f} to {max(cosines):+.2f} in `nuresformer`"),
-        row("λ of v has sharp borders between heads (§4.4)", border > 1.5 * inside,
+        row("layer 1 is torn between its own use and being the anchor (seen: a cosine below 0)", min(cosines) < 0,
+            f"the two gradients, at the end of training, have cosines of {min(cosines):+.2f} to {max(cosines):+.2f}"),
+        row("λ of v has sharp borders between heads (§4.4; seen: changes 1.5 times as large)", border > 1.5 * inside,
             f"from channel to channel λ1's part of both changes by {inside:.3f}, between heads by {border:.3f}")])
 
 
 def headline(runs: dict[str, dict]) -> str:
     """Three sentences for the main README."""
     seen, differences = lines_of("diagnostics"), {}
+    if not {"exoformer", "nuresformer"} <= {line["variant"] for line in seen}:
+        return NOT_RUN
     for grid in ("systems", "matched"):
         found = of_grid(grid, runs)
-        if "gated" not in found or "exoformer-dynamic" not in found or not seen:
+        if not {"gated", "exoformer", "exoformer-dynamic"} <= found.keys():
             return NOT_RUN
         for row in ("exoformer", "exoformer-dynamic"):
             differences[grid, row] = paired(finals(found[row]), finals(found["gated"]))
@@ -253,8 +254,8 @@ def headline(runs: dict[str, dict]) -> str:
         f"predictions move by {moved('exoformer', 'only in the anchors')} nats, if in the residual stream alone, by "
         f"{moved('exoformer', 'only in the stream')}; where layer 1's projections are the anchors (`nuresformer`), by "
         f"{moved('nuresformer', 'only in the anchors')} and {moved('nuresformer', 'only in the stream')}. Whether the "
-        "first has to do with the second, and what of either is left at a thousand times the size, these runs do not "
-        "tell.", 120))
+        "losses differ because of how a letter is carried, and what of either is left at a thousand times the size, "
+        "these runs do not tell.", 120))
 
 
 def provenance(runs: dict[str, dict]) -> str:
@@ -278,7 +279,10 @@ def tables(runs: dict[str, dict]) -> dict[str, str]:
 
 
 def filled(text: str, made: dict[str, str]) -> str:
-    """The text with its tables in place. Raises KeyError for one that nobody makes."""
+    """The text with its tables in place. Raises UserError for one that nobody makes, and for a missing end."""
+    unknown = set(re.findall(r"<!-- table: ([\w-]+) -->", text)) - made.keys()
+    if unknown:
+        raise UserError(f"nobody makes the table {', '.join(unknown)}: expected one of {', '.join(made)}")
     marks = re.findall(r"<!-- (table: [\w-]+|end) -->", text)
     if any((mark == "end") != bool(i % 2) for i, mark in enumerate(marks)) or len(marks) % 2:
         raise UserError("a '<!-- table: NAME -->' has no '<!-- end -->' of its own: put it back, nothing was written")
@@ -293,11 +297,11 @@ def figures(runs: dict[str, dict]) -> dict[str, tuple]:
         found = of_grid(grid, runs)
         for row in (row for row in found if row != "gated" and "gated" in found):
             points.setdefault(row, {})[name] = paired(finals(found[row]), finals(found["gated"]))
-    for grid in ("granularity", "anchor-norm", "post-norm", "source", "components"):
+    for grid in ("granularity", "anchor-norm", "post-norm", "source", "components", "control"):
         for row, by_seed in of_grid(grid, runs).items():
             differences = paired(finals(by_seed), finals(systems.get(row.split(", ")[0], {})))
             if len(differences) > 1 and any(differences):
-                axes[row.replace("_", " ")] = {grid: differences}
+                axes[row.replace("_", " ")] = {"": differences}
     made = {"differences.svg": ("forest", [points, "gated"])} if points else {}
     made |= {"axes.svg": ("forest", [axes, "the system itself"])} if axes else {}
     small, large = lines_of("diagnostics"), lines_of("diagnostics-large")
@@ -328,6 +332,9 @@ def write(check: bool) -> int:
     if not check:
         import plots                                            # or one line before anything is written
     runs, stale = read(), []
+    sources = {run["source"] for run in runs.values()}
+    if len(sources) > 1:
+        raise UserError(f"the runs in {RUNS} are of {len(sources)} versions of the code: keep those of one")
     if not runs:
         raise UserError(f"no runs in {RUNS}: nothing was written")
     made = tables(runs)
