@@ -92,7 +92,8 @@ GRIDS = {
     "control": {f"{variant}, empty anchors": dict(variant=variant, empty=True) for variant in TRIO[1:]},
     "budget": {f"{variant}, gated's {what}": dict(variant=variant, cheaper=what)
                for variant in TRIO[1:] for what in ("FLOPs", "time")},
-    "large": {variant: dict(variant=variant) for variant in TRIO},
+    "large": {variant: dict(variant=variant) for variant in TRIO}
+             | {"exoformer-dynamic, empty anchors": dict(variant="exoformer-dynamic", empty=True)},
 }
 TIME = {"exoformer": 1.15, "exoformer-dynamic": 1.27}       # of a step, of gated's: cost.py --size=small, one thread
 MAX_SEEDS = 16                                       # seeds
