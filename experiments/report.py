@@ -260,8 +260,8 @@ def headline(runs: dict[str, dict]) -> str:
         f"{moved('exoformer', 'only in the anchors')} nats, if in the residual stream alone, by "
         f"{moved('exoformer', 'only in the stream')}; where layer 1's projections are the anchors (`nuresformer`), by "
         f"{moved('nuresformer', 'only in the anchors')} and {moved('nuresformer', 'only in the stream')}. Trained "
-        "models do use their anchors; that this is why the loss is lower, these runs do not show. Nor do they tell what "
-        "is left of any of it at a thousand times the size.")
+        "models do use their anchors; that this is why the loss is lower, these runs do not show. Nor do they tell what is "
+        "left of any of it at a thousand times the size.")
     return "\n\n".join("\n".join(textwrap.wrap(paragraph, 120)) for paragraph in paragraphs)
 
 
