@@ -1,7 +1,7 @@
 """
 Run a lesson of the README: train before and after its one-line change, several seeds of each, and compare in pairs.
 
-    python experiments/lesson.py 1              lesson 1, four seeds, three minutes or less on two cores
+    python experiments/lesson.py 1              lesson 1, four seeds, one and a half to three minutes on two cores
     python experiments/lesson.py 1 --quick      a few steps: only shows that it runs
 
 The change is applied to a copy in memory, never to your exoformer.py. The same seed means the same batches and the
