@@ -96,10 +96,8 @@ GRIDS = {
              | {"exoformer-dynamic, empty anchors": dict(variant="exoformer-dynamic", empty=True)},
 }
 TIME = {"exoformer": 1.15, "exoformer-dynamic": 1.27}       # of a step, of gated's: cost.py --size=small, one thread
-MAX_SEEDS = 16                                       # seeds
+MAX_SEEDS = 16
 SEEDS = dict.fromkeys(GRIDS, 8) | dict(systems=MAX_SEEDS, matched=MAX_SEEDS, large=4)
-
-
 AXES = ("granularity", "anchor_norm", "post_norm", "anchor_layer", "mix")
 
 

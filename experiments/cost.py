@@ -70,7 +70,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--rounds", type=int, help="of timing (default: 15)")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda ...")
     parser.add_argument("--dtype", default="auto", help="auto, float32 or bfloat16 (default: what train.py takes)")
-    parser.add_argument("--save", action="store_true", help="append the figures to experiments/results/cost.jsonl")
+    parser.add_argument("--save", action="store_true", help="put the figures into experiments/results/cost.jsonl")
     parser.add_argument("--quick", action="store_true", help="tiny sizes: only shows that it runs")
     args = parser.parse_args(argv)
     if args.rounds is not None and args.rounds < 1:

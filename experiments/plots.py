@@ -141,7 +141,7 @@ def lambdas(line: dict, path: Path) -> None:
     save(fig, path)
 
 
-def diagnostics(lines: list[dict], name: str, path: Path) -> bool:
+def diagnostics(lines: list[dict], name: str, path: Path) -> None:
     """The figure of this name, if the lines have what it shows: depth, interventions, carries, gamma or lambda."""
     measure = {"depth": "similarity", "lambda": "lam"}.get(name, name)
     found = [line for line in lines if line.get(measure)]
@@ -156,7 +156,6 @@ def diagnostics(lines: list[dict], name: str, path: Path) -> bool:
         gamma(found, path)
     elif found and name == "lambda":
         lambdas(found[-1], path)
-    return bool(found)
 
 
 # --- Of grids --------------------------------------------------------------------------------------

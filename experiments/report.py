@@ -247,8 +247,9 @@ def headline(runs: dict[str, dict]) -> str:
 
     needed = mean(differences["exoformer-dynamic", "empty"]) > mean(differences["exoformer-dynamic"]) / 2
     paragraphs = (
-        "Models of 0.8M parameters on tiny Shakespeare, compared in pairs of one seed: the loss of dynamic ExoFormer "
-        f"differs from that of `gated` by {difference('exoformer-dynamic')}, with equal parameters by "
+        "Models of 0.8M parameters on tiny Shakespeare, compared in pairs of one seed at equal tokens: the loss of "
+        "dynamic "
+        f"ExoFormer differs from that of `gated` by {difference('exoformer-dynamic')}, with equal parameters by "
         f"{difference('exoformer-dynamic', 'matched')}; the static one's by {difference('exoformer')} and "
         f"{difference('exoformer', 'matched')}.",
         "The control, anchors that are made from ones and so know no token, differs by "
@@ -260,8 +261,10 @@ def headline(runs: dict[str, dict]) -> str:
         f"{moved('exoformer', 'only in the anchors')} nats, if in the residual stream alone, by "
         f"{moved('exoformer', 'only in the stream')}; where layer 1's projections are the anchors (`nuresformer`), by "
         f"{moved('nuresformer', 'only in the anchors')} and {moved('nuresformer', 'only in the stream')}. Trained "
-        "models do use their anchors; that this is why the loss is lower, these runs do not show. Nor do they tell what is "
-        "left of any of it at a thousand times the size.")
+        "models do use their anchors; that this is why the loss is lower, these runs do not show. Nor do they tell "
+        "what "
+        "is left of any of it at a thousand times the size, and at equal time a system with anchors takes fewer steps: "
+        "see experiments/README.md.")
     return "\n\n".join("\n".join(textwrap.wrap(paragraph, 120)) for paragraph in paragraphs)
 
 
