@@ -28,6 +28,8 @@ FIGURES = ROOT / "experiments" / "figures"
 TEXTS = (ROOT / "README.md", ROOT / "experiments" / "README.md")
 
 NOT_RUN = "*Not run yet.*"
+STATIC, DYNAMIC = "exoformer", "exoformer-dynamic"
+EMPTY, EQUAL_FLOPS, EQUAL_TIME = ", empty anchors", ", gated's FLOPs", ", gated's time"      # ends of a row's name
 
 
 # --- Grids -----------------------------------------------------------------------------------------
@@ -98,7 +100,7 @@ def tokens_table(runs: dict[str, dict]) -> str:
     lines = ["| | grid | `gated`'s tokens, of the system's |", "|---|---|---|"]
     for grid in ("systems", "matched", "large"):
         found = of_grid(grid, runs)
-        for row in ("exoformer", "exoformer-dynamic"):
+        for row in (STATIC, DYNAMIC):
             pairs = [saving(found[row][seed], found["gated"][seed])
                      for seed in sorted(found.get(row, {}).keys() & found.get("gated", {}).keys())]
             if pairs:
@@ -111,9 +113,9 @@ def budget_table(runs: dict[str, dict]) -> str:
     systems, budget = of_grid("systems", runs), of_grid("budget", runs)
     gated = finals(systems.get("gated", {}))
     lines = ["| difference to `gated` | at equal tokens | at equal FLOPs | at equal time |", "|---|---|---|---|"]
-    for row in ("exoformer", "exoformer-dynamic"):
+    for row in (STATIC, DYNAMIC):
         cells = []
-        for by_seed in (systems.get(row), budget.get(f"{row}, gated's FLOPs"), budget.get(f"{row}, gated's time")):
+        for by_seed in (systems.get(row), budget.get(row + EQUAL_FLOPS), budget.get(row + EQUAL_TIME)):
             differences = paired(finals(by_seed or {}), gated)
             if differences:
                 steps = next(iter(by_seed.values()))["options"]["max_iters"]
@@ -228,43 +230,31 @@ def seen_table(lines: list[dict]) -> str:
 
 def headline(runs: dict[str, dict]) -> str:
     """What the main README says beside its figure."""
-    seen, differences = lines_of("diagnostics"), {}
-    systems, matched, control = (of_grid(grid, runs) for grid in ("systems", "matched", "control"))
-    if len(systems) < 7 or len(matched) < 7 or len(control) < 2 or not seen:
+    systems, matched, control, budget = (of_grid(grid, runs) for grid in ("systems", "matched", "control", "budget"))
+    if len(systems) < 7 or len(matched) < 7 or len(control) < 2 or len(budget) < 4:
         return NOT_RUN
     gated = finals(systems["gated"])
-    for row in ("exoformer", "exoformer-dynamic"):
-        differences[row] = paired(finals(systems[row]), gated)
-        differences[row, "matched"] = paired(finals(matched[row]), finals(matched["gated"]))
-        differences[row, "empty"] = paired(finals(control[f"{row}, empty anchors"]), gated)
 
-    def moved(variant: str, where: str) -> str:
-        return f"{mean(line['carries'][where] for line in seen if line['variant'] == variant):.2f}"
+    def differences(row: str, grid: dict[str, dict]) -> list[float]:
+        return paired(finals(grid[row]), finals(matched["gated"]) if grid is matched else gated)
 
-    def difference(*of: str) -> str:
-        found = differences[of if len(of) > 1 else of[0]]
+    def said(row: str, grid: dict[str, dict]) -> str:
+        found = differences(row, grid)
         return f"{interval(found)} ({lower_in(found)} seeds lower)"
 
-    needed = mean(differences["exoformer-dynamic", "empty"]) > mean(differences["exoformer-dynamic"]) / 2
+    needed = mean(differences(DYNAMIC + EMPTY, control)) > mean(differences(DYNAMIC, systems)) / 2
     paragraphs = (
         "Models of 0.8M parameters on tiny Shakespeare, compared in pairs of one seed at equal tokens: the loss of "
-        "dynamic "
-        f"ExoFormer differs from that of `gated` by {difference('exoformer-dynamic')}, with equal parameters by "
-        f"{difference('exoformer-dynamic', 'matched')}; the static one's by {difference('exoformer')} and "
-        f"{difference('exoformer', 'matched')}.",
-        "The control, anchors that are made from ones and so know no token, differs by "
-        f"{difference('exoformer-dynamic', 'empty')} and, static, by {difference('exoformer', 'empty')}: at this size "
+        f"dynamic ExoFormer differs from that of `gated` by {said(DYNAMIC, systems)}, with equal parameters by "
+        f"{said(DYNAMIC, matched)}; the static one's by {said(STATIC, systems)} and {said(STATIC, matched)}.",
+        "The control, whose anchors are made from ones and so know no token, differs by "
+        f"{said(DYNAMIC + EMPTY, control)} and, static, by {said(STATIC + EMPTY, control)}: at this size "
         + ("the token in the anchors is needed for most of the gain." if needed else
-           "the gain does not need the token in the anchors. Learned constants in q, k, v and g, which `gated` has no "
-           "biases for, do as well."),
-        "If a letter is changed for the anchors alone, `exoformer`'s next predictions move by "
-        f"{moved('exoformer', 'only in the anchors')} nats, if in the residual stream alone, by "
-        f"{moved('exoformer', 'only in the stream')}; where layer 1's projections are the anchors (`nuresformer`), by "
-        f"{moved('nuresformer', 'only in the anchors')} and {moved('nuresformer', 'only in the stream')}. Trained "
-        "models do use their anchors; that this is why the loss is lower, these runs do not show. Nor do they tell "
-        "what "
-        "is left of any of it at a thousand times the size, and at equal time a system with anchors takes fewer steps: "
-        "see experiments/README.md.")
+           "the gain does not need the token in the anchors, and learned constants in q, k, v and g, biases that "
+           "`gated` lacks, do as well."),
+        "At equal time, in which a system with anchors takes fewer steps, dynamic ExoFormer differs by "
+        f"{said(DYNAMIC + EQUAL_TIME, budget)}, static by {said(STATIC + EQUAL_TIME, budget)}; what is "
+        "left of any of it at a thousand times the size, these runs do not tell.")
     return "\n\n".join("\n".join(textwrap.wrap(paragraph, 120)) for paragraph in paragraphs)
 
 
