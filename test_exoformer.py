@@ -519,7 +519,7 @@ def test_autocast_of_a_gpu_keeps_bfloat16(config):
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), pytest.MonkeyPatch.context() as patch:
             patch.setattr(exoformer, "attend", attend)
-            patch.setattr(torch.Tensor, "__getitem__", lambda x, at: x.narrow(1, 0, at[1].stop))    # [:, 0:T] fails here
+            patch.setattr(torch.Tensor, "__getitem__", lambda x, at: x.narrow(1, 0, at[1].stop))   # [:, 0:T] fails
             x = torch.empty(2, 3, device="cuda", dtype=torch.bfloat16)
             assert F.rms_norm(x, (3,)).dtype == torch.float32           # what makes this test worth having
             state = {name: torch.empty(p.shape, device="cuda")
@@ -1021,7 +1021,8 @@ def test_prepare_writes_into_its_own_folder_alone(tmp_path):
     for name in ("own", "full"):
         (data / name).mkdir(parents=True)
         (data / name / ("train.bin" if name == "own" else "notes.md")).write_bytes(b"mine")
-    texts = {name: tmp_path / name for name in ("own.txt", "full.txt", "a.txt", "a.md", "..txt", "...txt", "pystdlib.py")}
+    names = ("own.txt", "full.txt", "a.txt", "a.md", "..txt", "...txt", "pystdlib.py")
+    texts = {name: tmp_path / name for name in names}
     for path in texts.values():
         path.write_bytes(b"the quick brown fox")
     prepare.prepare(str(texts["a.txt"]), data)
@@ -1104,7 +1105,8 @@ def test_preparing_needs_no_memory_for_the_file(tmp_path):
 @pytest.mark.parametrize("content, kind", [
     ("Grüße, λ".encode() * 9, None), (b"\xef\xbb\xbf" + b"with a mark" * 9, None),
     (b"a" * (2**20 - 1) + "é".encode(), None),
-    ("text".encode("utf-16") * 9, "UTF-16"), ("text".encode("utf-16-le") * 9, "UTF-16"), (gzip.compress(b"t" * 9), "gzip"),
+    ("text".encode("utf-16") * 9, "UTF-16"), ("text".encode("utf-16-le") * 9, "UTF-16"),
+    (gzip.compress(b"t" * 9), "gzip"),
     ("Grüße".encode("latin-1") * 9, "0xfc"), (bytes(range(256)), "binary"), (b"PK\x03\x04\xff" * 9, "zip")])
 def test_a_file_that_is_no_text_is_a_warning(tmp_path, capsys, content, kind):
     """What is not UTF-8 is taken as bytes, with one warning that says what it seems to be."""
@@ -1123,7 +1125,8 @@ def test_prepare_takes_any_file_name(tmp_path, name):
     command = [sys.executable, "data/prepare.py", "--", name]
     ascii_alone = os.environ | {"PYTHONIOENCODING": "ascii"}
     shown = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=ascii_alone)
-    assert shown.returncode == 0 and "189 training and 21 validation tokens (its last tenth)" in shown.stdout, shown.stderr
+    assert shown.returncode == 0, shown.stderr
+    assert "189 training and 21 validation tokens (its last tenth)" in shown.stdout
     assert prepare.load(name.removesuffix(".txt"), 4, folder=tmp_path / "data")[0]["tokenizer"] == "bytes"
 
 
