@@ -162,6 +162,8 @@ def lessons_table() -> str:
 
 def depth_table(lines: list[dict]) -> str:
     """Mean over the seeds, in the first and in the last layer."""
+    if not lines:
+        return NOT_RUN
     rows = ["| first layer → last layer | seeds | similarity of tokens | attention on the first token "
             "| principal components for 99 % of the variance | the same, λ1 = 0 | the same, λ2 = 0 | mean gate |",
             "|---|---|---|---|---|---|---|---|"]
@@ -183,7 +185,7 @@ def seen_table(lines: list[dict]) -> str:
     """What the paper reports, or its idea, and what these lines show of it. The verdicts are computed too."""
     exo, nu, gated, dynamic = ([line for line in lines if line["variant"] == variant]
                                for variant in ("exoformer", "nuresformer", "gated", "exoformer-dynamic"))
-    if not (exo and nu and gated and dynamic):
+    if not (exo and gated and dynamic):
         return NOT_RUN
 
     def loss(group: list[dict], what: str) -> float:
@@ -195,37 +197,48 @@ def seen_table(lines: list[dict]) -> str:
     def similar(group: list[dict]) -> list[float]:
         return [mean(at) for at in zip(*(line["similarity"] for line in group))]
 
+    def named(group: list[dict]) -> str:
+        return f"`{group[0]['variant']}`"
+
     def row(claim: str, seen: bool, figures: str) -> str:
         return f"| {claim} | {'yes' if seen else 'no'} | {figures} |"
 
     without, alone, T = "without anchors", "anchors alone", exo[0]["config"]["block_size"]
-    missed = [loss(group, without) - loss(group, "intact") for group in (exo, nu)]
-    weight = max(mean(at) for group in (exo, nu, gated) for at in zip(*(line["first_token"] for line in group)))
+    reusing = [group for group in (exo, nu) if group]
+    missed = [loss(group, without) - loss(group, "intact") for group in reusing]
+    weight = max(mean(at) for group in (*reusing, gated) for at in zip(*(line["first_token"] for line in group)))
     uniform = sum(1 / n for n in range(1, T + 1)) / T
-    cosines = [cosine for line in nu for cosine in line["conflict"].values()]
     d_h = exo[0]["config"]["n_embd"] // exo[0]["config"]["n_head"]
     jumps = [(channel % d_h == 0, abs(b - a)) for line in dynamic for of in line["lam"]["v"]
              for channel, (a, b) in enumerate(zip(of, of[1:]), 1)]
     border, inside = (mean(jump for at_border, jump in jumps if at_border == where) for where in (True, False))
-    return "\n".join([
-        "| the paper, or its idea | seen here | |", "|---|---|---|",
-        row("trained models depend on their anchors (§4.5; seen: by 0.1 of loss or more)", min(missed) > 0.1,
-            f"without them the loss rises by {missed[0]:.2f} in `exoformer`, by {missed[1]:.2f} in `nuresformer`"),
-        row("with λ1 = 0 ExoFormer's last layer keeps more principal components than NuResFormer's (321 and 181; "
-            "seen: 5 % more)",
-            left(exo, without) > 1.05 * left(nu, without), f"{left(exo, without):.0f} and {left(nu, without):.0f}"),
-        row("with λ2 = 0 too (822 and 611; seen: 5 % more)", left(exo, alone) > 1.05 * left(nu, alone),
-            f"{left(exo, alone):.0f} and {left(nu, alone):.0f}; intact {left(exo, 'intact'):.0f} and "
-            f"{left(nu, 'intact'):.0f}, of {exo[0]['config']['n_embd']}"),
-        row("attention gathers on the first token (seen: twice its weight in uniform attention)", weight > 2 * uniform,
-            f"its mean weight is at most {weight:.3f} in any layer; if attention were uniform, {uniform:.3f}"),
-        row("in models trained without anchors tokens grow alike with depth", similar(gated)[-1] > similar(gated)[0],
-            "; ".join(f"`{group[0]['variant']}`: {', '.join(f'{x:.2f}' for x in similar(group))}"
-                      for group in (gated, nu, exo))),
-        row("layer 1 is torn between its own use and being the anchor (seen: a cosine below 0)", min(cosines) < 0,
-            f"the two gradients, at the end of training, have cosines of {min(cosines):+.2f} to {max(cosines):+.2f}"),
-        row("λ of v has sharp borders between heads (§4.4; seen: changes 1.5 times as large)", border > 1.5 * inside,
-            f"from channel to channel λ1's part of both changes by {inside:.3f}, between heads by {border:.3f}")])
+    rows = ["| the paper, or its idea | seen here | |", "|---|---|---|",
+            row("trained models depend on their anchors (§4.5; seen: by 0.1 of loss or more)", min(missed) > 0.1,
+                "without them the loss rises by " + ", by ".join(f"{rise:.2f} in {named(group)}"
+                                                                 for rise, group in zip(missed, reusing)))]
+    if nu:
+        rows += [row("with λ1 = 0 ExoFormer's last layer keeps more principal components than NuResFormer's (321 and "
+                     "181; seen: 5 % more)", left(exo, without) > 1.05 * left(nu, without),
+                     f"{left(exo, without):.0f} and {left(nu, without):.0f}"),
+                 row("with λ2 = 0 too (822 and 611; seen: 5 % more)", left(exo, alone) > 1.05 * left(nu, alone),
+                     f"{left(exo, alone):.0f} and {left(nu, alone):.0f}; intact {left(exo, 'intact'):.0f} and "
+                     f"{left(nu, 'intact'):.0f}, of {exo[0]['config']['n_embd']}")]
+    rows += [row("attention gathers on the first token (seen: twice its weight in uniform attention)",
+                 weight > 2 * uniform,
+                 f"its mean weight is at most {weight:.3f} in any layer; if attention were uniform, {uniform:.3f}"),
+             row("in models trained without anchors tokens grow alike with depth",
+                 similar(gated)[-1] > similar(gated)[0],
+                 "; ".join(f"{named(group)}: {', '.join(f'{x:.2f}' for x in similar(group))}"
+                           for group in (gated, *reversed(reusing))))]
+    if nu:
+        cosines = [cosine for line in nu for cosine in line["conflict"].values()]
+        rows += [row("layer 1 is torn between its own use and being the anchor (seen: a cosine below 0)",
+                     min(cosines) < 0, "the two gradients, at the end of training, have cosines of "
+                                       f"{min(cosines):+.2f} to {max(cosines):+.2f}")]
+    rows += [row("λ of v has sharp borders between heads (§4.4; seen: changes 1.5 times as large)",
+                 border > 1.5 * inside,
+                 f"from channel to channel λ1's part of both changes by {inside:.3f}, between heads by {border:.3f}")]
+    return "\n".join(rows)
 
 
 def headline(runs: dict[str, dict]) -> str:
@@ -271,10 +284,10 @@ def tables(runs: dict[str, dict]) -> dict[str, str]:
     made |= dict(rates=rates_table(runs), tokens=tokens_table(runs), budget=budget_table(runs))
     made |= dict(lessons=lessons_table(), provenance=provenance(runs))
     made |= dict(cost="\n\n".join(cost.table(line) for line in lines_of("cost")))
-    for name in ("diagnostics", "diagnostics-large"):
-        made[name] = depth_table(lines_of(name))
+    for suffix in ("", "-large"):
+        made[f"diagnostics{suffix}"] = depth_table(lines_of(f"diagnostics{suffix}"))
+        made[f"seen{suffix}"] = seen_table(lines_of(f"diagnostics{suffix}"))
     made["headline"] = headline(runs)
-    made["seen"] = seen_table(lines_of("diagnostics"))
     return made
 
 
