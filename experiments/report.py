@@ -53,6 +53,11 @@ def finals(by_seed: dict[int, dict]) -> dict[int, float]:
     return {seed: run["final"] for seed, run in by_seed.items()}
 
 
+def common(found: dict[str, dict[int, dict]]) -> list[int]:
+    """The seeds that all rows have."""
+    return sorted(set.intersection(*map(set, found.values())))
+
+
 def grid_table(grid: str, runs: dict[str, dict]) -> str:
     """Every row's mean, and its paired differences to `gated` and, in grids of one axis, to the system itself."""
     found, systems = of_grid(grid, runs), {row: finals(of) for row, of in of_grid("systems", runs).items()}
@@ -61,6 +66,9 @@ def grid_table(grid: str, runs: dict[str, dict]) -> str:
     to_own = {row: paired(finals(by_seed), systems.get(row.split(", ")[0], {})) for row, by_seed in found.items()}
     if not found or axis and not any(any(differences) for differences in to_own.values()):
         return NOT_RUN                          # or the defaults alone, which are of another grid
+    if axis:                                    # the seeds that all rows have, so that their means compare
+        found = {row: {seed: by_seed[seed] for seed in common(found)} for row, by_seed in found.items()}
+        to_own = {row: paired(finals(by_seed), systems.get(row.split(", ")[0], {})) for row, by_seed in found.items()}
     lines = ["| | parameters | seeds | mean loss | between seeds | difference to `gated`, 95 % interval "
              "| lower in | between differences |" + (" difference to the system itself |" if axis else ""),
              "|---|---|---|---|---|---|---|---|" + ("---|" if axis else "")]
@@ -109,14 +117,15 @@ def tokens_table(runs: dict[str, dict]) -> str:
 
 
 def budget_table(runs: dict[str, dict]) -> str:
-    """At equal tokens, equal FLOPs and equal time: the budget grid has the shorter runs."""
+    """At equal tokens, equal FLOPs and equal time: the budget grid has the shorter runs. All are of the same seeds."""
     systems, budget = of_grid("systems", runs), of_grid("budget", runs)
+    seeds = common(systems | budget) if systems else []
     gated = finals(systems.get("gated", {}))
     lines = ["| difference to `gated` | at equal tokens | at equal FLOPs | at equal time |", "|---|---|---|---|"]
     for row in (STATIC, DYNAMIC):
         cells = []
         for by_seed in (systems.get(row), budget.get(row + EQUAL_FLOPS), budget.get(row + EQUAL_TIME)):
-            differences = paired(finals(by_seed or {}), gated)
+            differences = paired({seed: loss for seed, loss in finals(by_seed or {}).items() if seed in seeds}, gated)
             if differences:
                 steps = next(iter(by_seed.values()))["options"]["max_iters"]
                 cells.append(f"{interval(differences)} ({steps} steps, {len(differences)} seeds)")
@@ -131,7 +140,7 @@ def rates_table(runs: dict[str, dict]) -> str:
     found = of_grid("rates", runs)
     if len(found) < len(GRIDS["rates"]):
         return NOT_RUN
-    seeds = set.intersection(*map(set, found.values()))
+    seeds = common(found)
     means = {tuple(row.split(", ")): mean(by_seed[seed]["final"] for seed in seeds) for row, by_seed in found.items()}
     variants, rates = (list(dict.fromkeys(names)) for names in zip(*means))
     best = {variant: min((row for row in means if row[0] == variant), key=means.get) for variant in variants}
@@ -212,62 +221,63 @@ def seen_table(lines: list[dict]) -> str:
     jumps = [(channel % d_h == 0, abs(b - a)) for line in dynamic for of in line["lam"]["v"]
              for channel, (a, b) in enumerate(zip(of, of[1:]), 1)]
     border, inside = (mean(jump for at_border, jump in jumps if at_border == where) for where in (True, False))
-    rows = ["| the paper, or its idea | seen here | |", "|---|---|---|",
-            row("trained models depend on their anchors (§4.5; seen: by 0.1 of loss or more)", min(missed) > 0.1,
+    rows = ["| the paper reports, or expects | seen here | |", "|---|---|---|",
+            row("trained models depend on their anchors (§4.5; bound: 0.1 in loss)", min(missed) > 0.1,
                 "without them the loss rises by " + ", by ".join(f"{rise:.2f} in {named(group)}"
                                                                  for rise, group in zip(missed, reusing)))]
     if nu:
         rows += [row("with λ1 = 0 ExoFormer's last layer keeps more principal components than NuResFormer's (321 and "
-                     "181; seen: 5 % more)", left(exo, without) > 1.05 * left(nu, without),
+                     "181; bound: 5 % more)", left(exo, without) > 1.05 * left(nu, without),
                      f"{left(exo, without):.0f} and {left(nu, without):.0f}"),
-                 row("with λ2 = 0 too (822 and 611; seen: 5 % more)", left(exo, alone) > 1.05 * left(nu, alone),
+                 row("with λ2 = 0 too (822 and 611; bound: 5 % more)", left(exo, alone) > 1.05 * left(nu, alone),
                      f"{left(exo, alone):.0f} and {left(nu, alone):.0f}; intact {left(exo, 'intact'):.0f} and "
                      f"{left(nu, 'intact'):.0f}, of {exo[0]['config']['n_embd']}")]
-    rows += [row("attention gathers on the first token (seen: twice its weight in uniform attention)",
+    rows += [row("attention gathers on the first token (bound: twice its weight in uniform attention)",
                  weight > 2 * uniform,
                  f"its mean weight is at most {weight:.3f} in any layer; if attention were uniform, {uniform:.3f}"),
-             row("in models trained without anchors tokens grow alike with depth",
+             row("in models trained without anchors tokens grow alike with depth (bound: more alike in the last layer "
+                 "than in the first)",
                  similar(gated)[-1] > similar(gated)[0],
                  "; ".join(f"{named(group)}: {', '.join(f'{x:.2f}' for x in similar(group))}"
                            for group in (gated, *reversed(reusing))))]
     if nu:
         cosines = [cosine for line in nu for cosine in line["conflict"].values()]
-        rows += [row("layer 1 is torn between its own use and being the anchor (seen: a cosine below 0)",
-                     min(cosines) < 0, "the two gradients, at the end of training, have cosines of "
+        rows += [row("layer 1 is torn between its own use and being the anchor (bound: a cosine below 0)",
+                     min(cosines) < 0, "the gradients of its weights for its own use and for its use as "
+                                       "anchor, at the end of training, have cosines of "
                                        f"{min(cosines):+.2f} to {max(cosines):+.2f}")]
-    rows += [row("λ of v has sharp borders between heads (§4.4; seen: changes 1.5 times as large)",
+    rows += [row("λ of v has sharp borders between heads (§4.4; bound: changes 1.5 times as large)",
                  border > 1.5 * inside,
-                 f"from channel to channel λ1's part of both changes by {inside:.3f}, between heads by {border:.3f}")]
+                 f"λ1's share changes by {inside:.3f} from channel to channel, by {border:.3f} from head to head")]
     return "\n".join(rows)
 
 
 def headline(runs: dict[str, dict]) -> str:
     """What the main README says beside its figure."""
-    systems, matched, control, budget = (of_grid(grid, runs) for grid in ("systems", "matched", "control", "budget"))
+    systems, matched, control, budget = ({row: finals(by_seed) for row, by_seed in of_grid(grid, runs).items()}
+                                         for grid in ("systems", "matched", "control", "budget"))
     if len(systems) < 7 or len(matched) < 7 or len(control) < 2 or len(budget) < 4:
         return NOT_RUN
-    gated = finals(systems["gated"])
 
-    def differences(row: str, grid: dict[str, dict]) -> list[float]:
-        return paired(finals(grid[row]), finals(matched["gated"]) if grid is matched else gated)
+    def said(losses: dict[int, float], other: dict[int, float]) -> str:
+        return f"{interval(paired(losses, other))} ({lower_in(paired(losses, other))} seeds lower)"
 
-    def said(row: str, grid: dict[str, dict]) -> str:
-        found = differences(row, grid)
-        return f"{interval(found)} ({lower_in(found)} seeds lower)"
-
-    needed = mean(differences(DYNAMIC + EMPTY, control)) > mean(differences(DYNAMIC, systems)) / 2
+    gated, dynamic, static = systems["gated"], systems[DYNAMIC], systems[STATIC]
+    empty = control[DYNAMIC + EMPTY]
+    needed = mean(paired(empty, dynamic)) > -mean(paired({seed: dynamic[seed] for seed in empty}, gated)) / 2
     paragraphs = (
-        "Models of 0.8M parameters on tiny Shakespeare, compared in pairs of one seed at equal tokens: the loss of "
-        f"dynamic ExoFormer differs from that of `gated` by {said(DYNAMIC, systems)}, with equal parameters by "
-        f"{said(DYNAMIC, matched)}; the static one's by {said(STATIC, systems)} and {said(STATIC, matched)}.",
-        "The control, whose anchors are made from ones and so know no token, differs by "
-        f"{said(DYNAMIC + EMPTY, control)} and, static, by {said(STATIC + EMPTY, control)}: at this size "
-        + ("the token in the anchors is needed for most of the gain." if needed else
-           "the gain does not need the token in the anchors, and learned constants in q, k, v and g, biases that "
-           "`gated` lacks, do as well."),
-        "At equal time, in which a system with anchors takes fewer steps, dynamic ExoFormer differs by "
-        f"{said(DYNAMIC + EQUAL_TIME, budget)}, static by {said(STATIC + EQUAL_TIME, budget)}; what is "
-        "left of any of it at a thousand times the size, these runs do not tell.")
+        "Models of 0.8M parameters on tiny Shakespeare, compared seed by seed at equal tokens: the loss of dynamic "
+        f"ExoFormer, in nats per character, differs from that of `gated` by {said(dynamic, gated)}, with equal "
+        f"parameters by {said(matched[DYNAMIC], matched['gated'])}; the static one's by {said(static, gated)} and "
+        f"{said(matched[STATIC], matched['gated'])}.",
+        "A control with the same matrices, whose anchors are made from ones and so know no token, differs from the "
+        f"system itself by {said(empty, dynamic)}, dynamic, and {said(control[STATIC + EMPTY], static)}, static: at "
+        "this size " + ("the token in the anchors is needed for most of the gain." if needed else
+                        "the gain does not need the token in the anchors, and what is left of them, learned constants "
+                        "with their λ and γ, does at least as well."),
+        "At equal time, in which a system with anchors takes fewer steps, dynamic ExoFormer differs from `gated` by "
+        f"{said(budget[DYNAMIC + EQUAL_TIME], gated)}, static by {said(budget[STATIC + EQUAL_TIME], gated)}; these "
+        "runs do not tell what remains of any of it at a thousand times the size.")
     return "\n\n".join("\n".join(textwrap.wrap(paragraph, 120)) for paragraph in paragraphs)
 
 
