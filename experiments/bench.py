@@ -52,7 +52,8 @@ def caption(size: dict, device: torch.device, dtype: str) -> str:
         cpuinfo = Path("/proc/cpuinfo")
         lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
         names = [line.split(": ")[1] for line in lines if line.startswith("model name")]
-        name = f"{(names or [platform.processor()])[0]}, {torch.get_num_threads()} threads"
+        threads = torch.get_num_threads()
+        name = f"{(names or [platform.processor()])[0]}, {threads} thread{'s' * (threads > 1)}"
     sizes = "".join(f"{key} {value}, " for key, value in size.items())
     return f"{sizes}{name}, {dtype}, torch {torch.__version__}\n"
 

@@ -3,6 +3,7 @@ What anchors cost (the paper's Appendix D), for all seven systems in one interle
 
     python experiments/cost.py              a Markdown table; --quick only shows that it runs
     python experiments/cost.py --save       the same, and into experiments/results/cost.jsonl, for report.py
+    python experiments/cost.py --threads=1 --size=small     what a run of ablations.py has
 
 Parameters, FLOPs per token, bytes of the K/V cache; time of a training step (train.training_step), of prefill (the
 whole context through an empty cache) and of a decoded token. Systems take turns within a round; times are medians, in
@@ -67,14 +68,18 @@ def main(argv: list[str]) -> int:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="cpu",
                         help="small, cpu (python train.py's) or large (default: cpu)")
+    parser.add_argument("--threads", type=int, help="of the CPU (default: torch's)")
     parser.add_argument("--rounds", type=int, help="of timing (default: 15)")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda ...")
     parser.add_argument("--dtype", default="auto", help="auto, float32 or bfloat16 (default: what train.py takes)")
     parser.add_argument("--save", action="store_true", help="put the figures into experiments/results/cost.jsonl")
     parser.add_argument("--quick", action="store_true", help="tiny sizes: only shows that it runs")
     args = parser.parse_args(argv)
-    if args.rounds is not None and args.rounds < 1:
-        parser.error(f"--rounds={args.rounds}: expected 1 or more")
+    for name in ("threads", "rounds"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            parser.error(f"--{name}={getattr(args, name)}: expected 1 or more")
+    if args.threads:
+        torch.set_num_threads(args.threads)
     try:
         device = train.pick_device(args.device)
         dtype = train.pick_dtype(args.dtype, device)
@@ -105,10 +110,11 @@ def main(argv: list[str]) -> int:
             of_peak=round(step_flops / times["step"] / peak, 3),
             **{what: round(1000 * time, 2) for what, time in times.items()},
             **{f"{what}_ratio": ratio(seconds[variant, what], seconds["gated", what]) for what in times}))
-    line = dict(caption=heading.strip(), size=args.size, peak=round(peak / 1e9, 1), rows=rows)
+    line = dict(caption=heading.strip(), size=args.size, threads=torch.get_num_threads(), peak=round(peak / 1e9, 1),
+                rows=rows)
     if args.save and not args.quick:
         path = RESULTS / "cost.jsonl"
-        kept = [of for of in read_lines(path) if of["size"] != args.size]
+        kept = [of for of in read_lines(path) if (of["size"], of["threads"]) != (line["size"], line["threads"])]
         with replacing(path) as file:
             file.write(b"".join(json.dumps(of).encode() + b"\n" for of in (*kept, line)))
     print(table(line))
