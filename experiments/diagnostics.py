@@ -4,7 +4,7 @@ Look inside trained models: §4.4 and §4.5 of the paper, and three experiments 
     python experiments/diagnostics.py out/best.pt                   of one run of train.py, or of more
     python experiments/diagnostics.py out/best.pt out-gated/best.pt --to=compare
 
-Per layer: how alike the tokens' hidden vectors are, attention on the first token, components for 99 % of the variance,
+Per layer: how alike the tokens' hidden vectors are, attention on the first token, principal components for 99 %,
 the gate, the anchors' weight λ. Interventions: the model without its anchors, without v's anchor, with anchors alone.
 What γ learned, by a letter's place in its word. Who carries the token: one character changed, only in what the anchors
 read or only in the residual stream. Writes diagnostics.jsonl and figures into --to (default: diagnostics/ beside the
@@ -129,7 +129,7 @@ INTERVENTIONS = {"intact": None, "without anchors": (0,), "without v's anchor": 
 
 
 def interventions(model: ExoFormer, val: Split, windows: int) -> dict[str, dict]:
-    """{what is done: loss, and components for 99 % of the variance by layer}."""
+    """{what is done: loss, and principal components for 99 % of the variance by layer}."""
     options = train.Options(eval_iters=windows, batch_size=32)
     idx = torch.from_numpy(next(val.fixed(32, 32))[0])
     result = {}
@@ -344,7 +344,7 @@ def main(argv: list[str]) -> int:
 def table(line: dict) -> str:
     """The line for a reader, as Markdown."""
     rows = [f"**{line['variant']}**, seed {line['seed']}, {line['steps']} steps on {line['dataset']}\n",
-            "| layer | similarity of tokens | attention on the first | components for 99 % | gate, mean "
+            "| layer | similarity of tokens | attention on the first | principal components for 99 % | gate, mean "
             "| gate below 0.1 | the anchors' share |", "|---|---|---|---|---|---|---|"]
     measures = zip(line["similarity"], line["first_token"], line["components"])
     for n, (similar, first, count) in enumerate(measures, 1):

@@ -57,10 +57,10 @@ def by_variant(lines: list[dict], name: str) -> dict[str, list[dict]]:
 
 # --- Of diagnostics --------------------------------------------------------------------------------
 def depth(lines: list[dict], path: Path) -> None:
-    """Over the layers: similarity of tokens, attention on the first one, components for 99 % of the variance."""
+    """Over the layers: similarity of tokens, attention on the first, principal components for 99 %."""
     panels = {"similarity": "similarity of tokens\n(mean cosine)",
               "first_token": "attention on the first token\n(mean weight)",
-              "components": "components for 99 %\nof the variance"}
+              "components": "principal components\nfor 99 % of the variance"}
     fig, axes = figure(1, 3, 9, 2.9)
     for axis, (name, label) in zip(axes[0], panels.items()):
         for variant, group in by_variant(lines, name).items():
