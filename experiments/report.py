@@ -10,6 +10,7 @@ Tables stand between `<!-- table: NAME -->` and `<!-- end -->`. A figure holds a
 import argparse
 import hashlib
 import json
+import math
 import re
 import sys
 import textwrap
@@ -30,6 +31,22 @@ TEXTS = (ROOT / "README.md", ROOT / "experiments" / "README.md")
 NOT_RUN = "*Not run yet.*"
 STATIC, DYNAMIC = "exoformer", "exoformer-dynamic"
 EMPTY, EQUAL_FLOPS, EQUAL_TIME = ", empty anchors", ", gated's FLOPs", ", gated's time"      # ends of a row's name
+
+
+# What the paper reports: what is changed, from one row to another, and their perplexities
+PAPER = [
+    ("a gate, on `base`", "base", "gated", 14.79, 14.64),
+    ("layer 1's values in every layer, on `gated`", "gated", "gated-resformer", 14.64, 14.25),
+    ("all four components, normalised, elementwise", "gated-resformer", "nuresformer", 14.25, 14.15),
+    ("matrices of their own for the anchors", "nuresformer", STATIC, 14.15, 14.13),
+    ("γ", STATIC, DYNAMIC, 14.13, 14.09),
+    ("no norms on the anchors of `exoformer`", STATIC, STATIC + ", anchor_norm none", 14.13, 14.30),
+    ("v normalised after mixing too", STATIC, STATIC + ", post_norm qkv", 14.13, 14.08),
+    ("v and g normalised after mixing too", STATIC, STATIC + ", post_norm qkvg", 14.13, 14.07),
+    ("anchors of `exoformer` from H_1", STATIC, STATIC + ", anchor_layer 1", 14.13, 14.07),
+    ("anchors of `exoformer-dynamic` from H_1", DYNAMIC, DYNAMIC + ", anchor_layer 1", 14.09, 14.02),
+    ("anchors of `exoformer-dynamic` from H_2", DYNAMIC, DYNAMIC + ", anchor_layer 2", 14.09, 14.09),
+]
 
 
 # --- Grids -----------------------------------------------------------------------------------------
@@ -154,6 +171,20 @@ def rates_table(runs: dict[str, dict]) -> str:
     at_best = {variant: {seed: found[", ".join(row)][seed]["final"] for seed in seeds} for variant, row in best.items()}
     cells = [interval(paired(at_best[variant], at_best["gated"])) if variant != "gated" else "" for variant in variants]
     return "\n".join([*lines, f"| each at its best, difference to `gated` | {' | '.join(cells)} |"])
+
+
+def paper_table(runs: dict[str, dict]) -> str:
+    """What the paper's changes do to the loss, there and here. The verdicts are computed too."""
+    rows = ["| change | the paper | here, 95 % interval | seeds | |", "|---|---|---|---|---|"]
+    found = {row: finals(of) for grid in ("systems", "anchor-norm", "post-norm", "source")
+             for row, of in of_grid(grid, runs).items()}
+    for change, before, after, *perplexities in PAPER:
+        there, here = math.log(perplexities[1] / perplexities[0]), paired(found.get(after, {}), found.get(before, {}))
+        if here:
+            verdict = ("not told apart from 0" if abs(mean(here)) < half_width(here) else
+                       "as there" if mean(here) * there > 0 else "not as there")
+            rows.append(f"| {change} | {there:+.4f} | {interval(here)} | {len(here)} | {verdict} |")
+    return "\n".join(rows)
 
 
 def lines_of(name: str) -> list[dict]:
@@ -297,7 +328,7 @@ def tables(runs: dict[str, dict]) -> dict[str, str]:
     for suffix in ("", "-large"):
         made[f"diagnostics{suffix}"] = depth_table(lines_of(f"diagnostics{suffix}"))
         made[f"seen{suffix}"] = seen_table(lines_of(f"diagnostics{suffix}"))
-    made["headline"] = headline(runs)
+    made |= dict(headline=headline(runs), paper=paper_table(runs))
     return made
 
 
