@@ -22,8 +22,8 @@ sys.path.insert(0, str(ROOT))
 
 import cost  # noqa: E402
 import lesson  # noqa: E402
-from ablations import (GRIDS, MAX_SEEDS, RESULTS, RUNS, UserError, flags_of, half_width, interval, key,  # noqa: E402
-                       lower_in, paired, read, read_lines, spread)
+from ablations import (GRIDS, MAX_SEEDS, RATES, RESULTS, RUNS, UserError, flags_of, half_width,  # noqa: E402
+                       interval, key, lower_in, paired, read, read_lines, spread)
 
 FIGURES = ROOT / "experiments" / "figures"
 TEXTS = (ROOT / "README.md", ROOT / "experiments" / "README.md")
@@ -152,24 +152,32 @@ def budget_table(runs: dict[str, dict]) -> str:
     return "\n".join(lines)
 
 
-def rates_table(runs: dict[str, dict]) -> str:
-    """Each system's mean loss at each pair of rates, over the seeds that all of them have; the best is bold."""
+def at_best_rates(runs: dict[str, dict]) -> tuple[dict, dict]:
+    """({(system, rates): {seed: loss}}, {system: its losses at the pair of rates where their mean is lowest})."""
     found = of_grid("rates", runs)
     if len(found) < len(GRIDS["rates"]):
+        return {}, {}
+    losses = {tuple(row.split(", ")): {seed: by_seed[seed]["final"] for seed in common(found)}
+              for row, by_seed in found.items()}
+    return losses, {variant: min((of for (name, _), of in losses.items() if name == variant),
+                                 key=lambda of: mean(of.values())) for variant, _ in losses}
+
+
+def rates_table(runs: dict[str, dict]) -> str:
+    """Each system's mean loss at each pair of rates, over the seeds that all of them have; the best is bold."""
+    losses, best = at_best_rates(runs)
+    if not losses:
         return NOT_RUN
-    seeds = common(found)
-    means = {tuple(row.split(", ")): mean(by_seed[seed]["final"] for seed in seeds) for row, by_seed in found.items()}
-    variants, rates = (list(dict.fromkeys(names)) for names in zip(*means))
-    best = {variant: min((row for row in means if row[0] == variant), key=means.get) for variant in variants}
-    lines = [f"| mean loss, {len(seeds)} seeds | " + " | ".join(f"`{variant}`" for variant in variants) + " |",
+    variants, rates = (list(dict.fromkeys(names)) for names in zip(*losses))
+    lines = [f"| mean loss, {len(best['gated'])} seeds | " + " | ".join(f"`{variant}`" for variant in variants) + " |",
              "|---|" + "---|" * len(variants)]
     for rate in rates:
-        options = next(run["options"] for row in found if row.endswith(f", {rate}") for run in found[row].values())
-        cells = [f"{means[variant, rate]:.4f}" for variant in variants]
-        cells = [f"**{cell}**" if best[variant] == (variant, rate) else cell for variant, cell in zip(variants, cells)]
-        lines.append(f"| Muon {options['muon_lr']}, AdamW {options['adamw_lr']} | {' | '.join(cells)} |")
-    at_best = {variant: {seed: found[", ".join(row)][seed]["final"] for seed in seeds} for variant, row in best.items()}
-    cells = [interval(paired(at_best[variant], at_best["gated"])) if variant != "gated" else "" for variant in variants]
+        flags = flags_of("rates", f"gated, {rate}", 1, quick=False)
+        cells = [f"{mean(losses[variant, rate].values()):.4f}" for variant in variants]
+        cells = [f"**{cell}**" if losses[variant, rate] is best[variant] else cell
+                 for variant, cell in zip(variants, cells)]
+        lines.append(f"| Muon {flags['muon_lr']}, AdamW {flags['adamw_lr']} | {' | '.join(cells)} |")
+    cells = [interval(paired(best[variant], best["gated"])) if variant != "gated" else "" for variant in variants]
     return "\n".join([*lines, f"| each at its best, difference to `gated` | {' | '.join(cells)} |"])
 
 
@@ -296,13 +304,15 @@ def headline(runs: dict[str, dict]) -> str:
         return f"{interval(paired(losses, other))} ({lower_in(paired(losses, other))} seeds lower)"
 
     gated, dynamic, static = systems["gated"], systems[DYNAMIC], systems[STATIC]
-    empty = control[DYNAMIC + EMPTY]
+    empty, (_, best) = control[DYNAMIC + EMPTY], at_best_rates(runs)
     needed = mean(paired(empty, dynamic)) > -mean(paired({seed: dynamic[seed] for seed in empty}, gated)) / 2
     paragraphs = (
         "Models of 0.8M parameters on tiny Shakespeare, compared seed by seed at equal tokens: the loss of dynamic "
         f"ExoFormer, in nats per character, differs from that of `gated` by {said(dynamic, gated)}, with equal "
         f"parameters by {said(matched[DYNAMIC], matched['gated'])}; the static one's by {said(static, gated)} and "
-        f"{said(matched[STATIC], matched['gated'])}.",
+        f"{said(matched[STATIC], matched['gated'])}" + (
+            f"; with each system at the best of {len(RATES)} pairs of rates, dynamic's by "
+            f"{said(best[DYNAMIC], best['gated'])}, static's by {said(best[STATIC], best['gated'])}." if best else "."),
         "A control with the same matrices, whose anchors are made from ones and so know no token, differs from the "
         f"system itself by {said(empty, dynamic)}, dynamic, and {said(control[STATIC + EMPTY], static)}, static: at "
         "this size " + ("the token in the anchors is needed for most of the gain." if needed else
