@@ -2573,6 +2573,36 @@ def test_tokens_to_the_same_loss():
     assert report.saving(fast, slow) == 2 and report.saving(slow, fast) == 0.5 and report.saving(slow, slow) == 1
 
 
+def test_tables_of_known_runs(monkeypatch):
+    """A change is "as there" if its interval is on the paper's side of 0, "not as there" on the other one. A grid's rows
+    are of the seeds that all of them have. Each system's best rates are those of its lowest mean.
+    """
+    report = experiment("report")
+
+    def by_seed(*finals):
+        return {seed: dict(final=final, parameters=1) for seed, final in enumerate(finals, 1)}
+
+    grids = dict(
+        systems={"base": by_seed(2.0, 2.1, 2.2), "gated": by_seed(1.91, 2.0, 2.1),
+                 "gated-resformer": by_seed(2.0, 2.1, 2.21), "exoformer": by_seed(1.7, 2.1, 2.2)},
+        source={"exoformer, anchor_layer 0": by_seed(1.7, 2.1, 2.2), "exoformer, anchor_layer 1": by_seed(1.8, 2.2)},
+        rates={f"{row}, {rates}": by_seed(loss, loss, 15.0 - 3 * loss) for row in ("gated", "exoformer", "exoformer-dynamic")
+               for rates, loss in (("half Muon", 3.0), ("as elsewhere", 2.0))})
+    monkeypatch.setattr(report, "of_grid", lambda grid, runs: grids.get(grid, {}))
+    monkeypatch.setitem(report.GRIDS, "rates", grids["rates"])
+    rows = report.paper_table({}).splitlines()[2:]
+    assert [row.split(" | ")[-1] for row in rows] == ["as there |", "not as there |", "not as there |"]
+    assert all(f"{math.log(b / a):+.4f}" in row
+               for row, (a, b) in zip(rows, [(14.79, 14.64), (14.64, 14.25), (14.13, 14.07)]))
+    grids["systems"]["gated"][1]["final"] = 2.2                         # one seed disagrees
+    assert report.paper_table({}).splitlines()[2].endswith("| not told apart from 0 |")
+
+    losses, best = report.at_best_rates({})
+    assert best["exoformer"] == {1: 3.0, 2: 3.0, 3: 6.0} and len(losses) == 6           # a mean of 4, not of 13 / 3
+    table = report.grid_table("source", {})
+    assert "| 2 | 1.9000 |" in table and "| 2 | 2.0000 |" in table and "+0.1000 ± 0.0000" in table
+
+
 def test_report_is_of_the_committed_lines(capsys):
     """Tables in both READMEs and all figures are what experiments/report.py makes of experiments/results/, the code
     that trains is the code that made them, and the lessons are the README's.
