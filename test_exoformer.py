@@ -539,9 +539,10 @@ def test_compiles_in_one_graph(config):
     eager, compiled = copy.deepcopy(model), torch.compile(model, fullgraph=True, backend="eager")
     for length in (12, 7, 5):
         idx = tokens(config, length=length)
-        for net in (compiled, eager):
-            net(idx, idx)[1].backward()
-        torch.testing.assert_close(compiled(idx)[0], eager(idx)[0])
+        (logits, loss), (eager_logits, eager_loss) = compiled(idx, idx), eager(idx, idx)
+        torch.testing.assert_close(logits, eager_logits)
+        loss.backward()
+        eager_loss.backward()
     for p, q in zip(model.parameters(), eager.parameters()):
         torch.testing.assert_close(p.grad, q.grad)
 
