@@ -1,5 +1,5 @@
 """
-What this project claims, each claim a test: python -m pytest -q test_exoformer.py (CPU, two and a half minutes).
+What this project claims, each claim a test: python -m pytest -q test_exoformer.py (CPU, about three minutes).
 
 A fresh ExoFormer has zero logits whatever its variant, so two fresh models are always equal. Every test of equality,
 causality or caching therefore begins with `randomise`, which gives every parameter a random non-zero value.
@@ -2587,7 +2587,8 @@ def test_tables_of_known_runs(monkeypatch):
         systems={"base": by_seed(2.0, 2.1, 2.2), "gated": by_seed(1.91, 2.0, 2.1),
                  "gated-resformer": by_seed(2.0, 2.1, 2.21), "exoformer": by_seed(1.7, 2.1, 2.2)},
         source={"exoformer, anchor_layer 0": by_seed(1.7, 2.1, 2.2), "exoformer, anchor_layer 1": by_seed(1.8, 2.2)},
-        rates={f"{row}, {rates}": by_seed(loss, loss, 15.0 - 3 * loss) for row in ("gated", "exoformer", "exoformer-dynamic")
+        rates={f"{row}, {rates}": by_seed(loss, loss, 15.0 - 3 * loss)
+               for row in ("gated", "exoformer", "exoformer-dynamic")
                for rates, loss in (("half Muon", 3.0), ("as elsewhere", 2.0))})
     monkeypatch.setattr(report, "of_grid", lambda grid, runs: grids.get(grid, {}))
     monkeypatch.setitem(report.GRIDS, "rates", grids["rates"])
