@@ -2421,7 +2421,8 @@ def test_readme_presets():
     for name, row in train.PRESETS.items():
         p = dict(dataset=train.Options.dataset) | row
         sizes = f"{p['n_layer']}, {p['n_head']}, {p['n_embd']}, {p['block_size']}"
-        assert f"| `{name}` | {sizes} | {p['batch_size']} × {p['max_iters']} | `{p['dataset']}` |" in readme
+        batch = p["batch_size"] * p.get("gradient_accumulation_steps", 1)
+        assert f"| `{name}` | {sizes} | {batch} × {p['max_iters']} | `{p['dataset']}` |" in readme
 
 
 def test_ci_runs_the_readme():

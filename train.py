@@ -39,6 +39,9 @@ from exoformer import VARIANTS, Config, ExoFormer
 # ---------------------------------------------------------------------------------------------------------------------
 # Options: nanoGPT's names. Every field of Options and of exoformer.Config is a flag; a preset is a row of their values
 
+PAPER = dict(
+    n_head=16, block_size=2048, batch_size=16, gradient_accumulation_steps=8, warmup_iters=1000, muon_lr=0.01,
+    adamw_lr=0.003, z_loss=1e-5, eval_interval=1000, eval_iters=0, dataset="fineweb-edu")
 PRESETS = {
     "cpu": dict(n_layer=4, n_head=4, n_embd=256, block_size=256, batch_size=8, max_iters=750, warmup_iters=40),
     "gpu": dict(n_layer=6, n_head=6, n_embd=384, block_size=256, batch_size=64, max_iters=2500, warmup_iters=100),
@@ -49,7 +52,10 @@ PRESETS = {
     "shakespeare-gpu": dict(
         n_layer=6, n_head=6, n_embd=384, block_size=256, batch_size=64, max_iters=1000, warmup_iters=50,
         muon_lr=0.01, eval_interval=100, eval_iters=0, dataset="shakespeare"),
+    "450m": PAPER | dict(n_layer=29, n_embd=1024, max_iters=38147),
+    "1b": PAPER | dict(n_layer=32, n_embd=1536, max_iters=76294),
 }
+UNGATED = {"450m": dict(n_layer=32), "1b": dict(n_layer=35)}        # whose layers are smaller: as many parameters again
 
 
 COUNT, RATE = (1, 10**9), (0, 1000)         # ranges, both ends included
@@ -62,7 +68,7 @@ def flag(default, help: str, range: tuple | None = None, beside: str = ""):
 
 @dataclass
 class Options:
-    preset: str = flag(None, "cpu, gpu, shakespeare-cpu or shakespeare-gpu (default: cpu or gpu, by the device)",
+    preset: str = flag(None, f"{', '.join(PRESETS)} (default: cpu or gpu, by the device)",
                        beside="eval_only")
     variant: str = flag("exoformer-dynamic", "a system of exoformer.VARIANTS", beside="eval_only")
     dataset: str = flag("pystdlib", "a folder below data/, or the path of any folder with train.bin and val.bin",
@@ -91,6 +97,7 @@ class Options:
     momentum: float = flag(0.95, "of Muon; at 1 nothing would move", (0, 0.9999))
     weight_decay: float = flag(0.1, "of Muon; AdamW has none", (0, 100))
     grad_clip: float = flag(1.0, "largest norm of the whole gradient, 0 for no limit", (0, 10**9))
+    z_loss: float = flag(0.0, "times the mean of log(sum of exp(logits))² is added to what is minimised", (0, 1000))
     device: str = flag("auto", "auto, cpu, cuda, cuda:1 ...", beside="eval_only sample")
     dtype: str = flag("auto", "auto, float32 or bfloat16 (autocast; the weights stay float32)", beside="eval_only")
     compile: bool = flag(None, "use torch.compile (default: on CUDA only)")
@@ -105,7 +112,7 @@ NANOGPT = {                                 # its flags that have no counterpart
     "beta2": "none: it is fixed at 0.95", "dropout": "none: there is no dropout", "bias": "none: there are no biases",
     "start": "--sample", "top_k": "--temperature", "always_save_checkpoint": "none: each evaluation saves last.pt",
     "wandb_log": "none: see log.csv", "wandb_project": "none: see log.csv", "wandb_run_name": "--out_dir",
-    "backend": "none: one process uses one device"}
+    "backend": "none: one process uses one device, experiments/distributed.py several"}
 
 
 def boolean(text: str) -> bool:
@@ -188,7 +195,8 @@ def settle(given: dict, checkpoint: dict | None, device: torch.device) -> tuple[
         raise UserError(f"--preset={preset}: expected one of {', '.join(PRESETS)}")
     try:
         if checkpoint is None:
-            row = PRESETS[preset] | given | dict(preset=preset)
+            gate = given.get("gate", VARIANTS.get(given.get("variant", Options.variant), {}).get("gate", True))
+            row = PRESETS[preset] | ({} if gate else UNGATED.get(preset, {})) | given | dict(preset=preset)
             options = checked(Options(**only(OPTIONS, row)))
             return options, Config.variant(options.variant, **only(MODEL_FLAGS, row))
         config = Config(**checkpoint["config"])
@@ -647,9 +655,10 @@ def training_step(net: nn.Module, x: Tensor, y: Tensor, step: int, optimizers: l
     loss = 0.0                                                          # the mean over all micro-batches
     for x_micro, y_micro in zip(x.split(options.batch_size), y.split(options.batch_size)):
         with autocast:
-            micro_loss = net(x_micro, y_micro)[1] / options.gradient_accumulation_steps
-        micro_loss.backward()
-        loss += micro_loss.detach()
+            logits, micro_loss = net(x_micro, y_micro)
+        z = logits.float().logsumexp(-1).square().mean() if options.z_loss else 0     # keeps the logits from drifting
+        ((micro_loss + options.z_loss * z) / options.gradient_accumulation_steps).backward()
+        loss += micro_loss.detach() / options.gradient_accumulation_steps
     norm = nn.utils.clip_grad_norm_(net.parameters(), options.grad_clip or math.inf)
     loss, norm = torch.stack((loss, norm)).tolist()                     # the one wait for a GPU
     require_finite({"loss": loss, "gradient norm": norm}, step, options)
@@ -672,10 +681,12 @@ def evaluate(model: ExoFormer, val: Split, options: Options, device: torch.devic
     was_training = model.training
     model.eval()
     losses = []
-    for x, y in val.fixed(options.eval_iters, options.batch_size):
-        with autocast:
-            loss = model(torch.from_numpy(x).to(device), torch.from_numpy(y).to(device))[1]
-        losses += [loss.item()] * len(x)                                # the last batch may be smaller
+    with tqdm(total=val.count(options.eval_iters), unit="window", disable=None if options.eval_only else True) as bar:
+        for x, y in val.fixed(options.eval_iters, options.batch_size):
+            with autocast:
+                loss = model(torch.from_numpy(x).to(device), torch.from_numpy(y).to(device))[1]
+            losses += [loss.item()] * len(x)                            # the last batch may be smaller
+            bar.update(len(x))
     model.train(was_training)
     return sum(losses) / len(losses)
 
@@ -797,11 +808,11 @@ def train(given: dict) -> float | None:
             if due or run.step % options.log_interval == 0:
                 status = log_row(run, loss, norm, val_loss)
                 bar.set_postfix_str(status, refresh=False)
-            if due or stopped:
+            if saved := due or bool(stopped):
                 save_checkpoints(run, val_loss, last=last or bool(stopped))     # behind the row: a kill loses no row
             if due:
                 bar.write(f"step {run.step}: validation loss {val_loss:.4f}; training {status}")
-            if stopped and not last:
+            if stopped and saved and not last:                              # or it came just now: after the next step
                 print(f"stopped after step {run.step}; resume with: {resume_command(run)}")
                 raise SystemExit(128 + stopped[0])
     finish(run, val_loss)
@@ -885,7 +896,8 @@ def sample(options: Options, block_size: int | None = None) -> None:
     prompt = prompt_of(options.sample)
     checkpoint, model = load_checkpoint(path, block_size)
     if checkpoint["data"].get("tokenizer") != "bytes":
-        raise UserError(f"{path} has the tokenizer {checkpoint['data'].get('tokenizer')}: --sample can only spell 'bytes'")
+        raise UserError(f"{path} has the tokenizer {checkpoint['data'].get('tokenizer')}: --sample can only spell 'bytes', "
+                        "for gpt2 see experiments/pretrained.py")
     if max(prompt, default=0) >= model.config.vocab_size:
         raise UserError(f"--sample: the prompt has the byte {max(prompt)}, {path} knows {model.config.vocab_size} ids: "
                         "leave it out")

@@ -4,8 +4,10 @@ Make a data set for train.py, data/<name>/train.bin, val.bin and meta.json, and 
     python data/prepare.py pystdlib        the running Python's own standard library: about 10 MB of code, no network
     python data/prepare.py shakespeare     tiny Shakespeare, 1.1 MB, by download
     python data/prepare.py my.txt          any file of yours, as bytes; its name without the ending names the data set
+    python data/prepare.py fineweb-edu --shards=N      the paper's data: N times 100M tokens of GPT-2's, 0.2 GB each
 
-Tokens are bytes, so the vocabulary is 256. The .bin files are nanoGPT's: headerless little-endian uint16.
+Tokens are bytes, so the vocabulary is 256. The .bin files are nanoGPT's: headerless little-endian uint16. The tokens of
+fineweb-edu are its publisher's, in llm.c's files, which several together are one split.
 """
 
 import argparse
@@ -16,6 +18,7 @@ import json
 import os
 import platform
 import shlex
+import shutil
 import sys
 import sysconfig
 import time
@@ -167,11 +170,12 @@ def warned(pieces: Iterable[tuple[str, bytes]], source: str) -> Iterator[tuple[s
         yield split, piece
 
 
-def require_own(folder: Path, source: str) -> None:
-    """Raises UserError unless the folder was made from this source, or has nothing in it but a download by hand."""
+def require_own(folder: Path, source: str,
+                free: Iterable[str] = ("input.txt", "meta.json.tmp", "train.bin.tmp", "val.bin.tmp")) -> None:
+    """Raises UserError unless the folder was made from this source, or has only `free` files in it: a download by hand,
+    what a kill left."""
     found = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-    free = {"input.txt", "meta.json.tmp", "train.bin.tmp", "val.bin.tmp"}       # .tmp: a kill left it
-    if not found <= free and read_meta(folder).get("source") != source:
+    if not found <= set(free) and read_meta(folder).get("source") != source:
         holds = read_meta(folder).get("source", "files that this program did not make")
         raise UserError(f"{folder} is not free for {source}, it holds {holds}: rename the source or move that folder "
                         "away")
@@ -198,8 +202,16 @@ def write(folder: Path, pieces: Iterable[tuple[str, bytes]], source: str) -> dic
     return meta
 
 
-def prepare(name: str, folder: Path = HERE) -> dict:
-    """Make the data set `name` (pystdlib, shakespeare or the path of a file) below folder. Raises UserError."""
+def prepare(name: str, folder: Path = HERE, shards: int | None = None) -> dict:
+    """Make the data set `name` (pystdlib, shakespeare, fineweb-edu of 1 to 99 training shards, or the path of a file)
+    below folder. Raises UserError."""
+    if name == "fineweb-edu":
+        if shards is None or not 1 <= shards <= len(FINEWEB["train"]):
+            raise UserError(f"fineweb-edu with --shards={shards}: expected 1 to {len(FINEWEB['train'])}, 0.2 GB each; one "
+                            "more is for validation")
+        return fineweb_edu(folder / name, shards)
+    if shards is not None:
+        raise UserError(f"--shards={shards} has no effect on {name!r}: it is for fineweb-edu, drop it")
     if name == "pystdlib":
         source = f"standard library of Python {platform.python_version()}"
         return write(folder / name, stdlib(Path(sysconfig.get_path("stdlib"))), source)
@@ -212,11 +224,70 @@ def prepare(name: str, folder: Path = HERE) -> dict:
         return write(folder / name, [("train", text[:cut]), ("val", text[cut:])], source)
     path = Path(name).expanduser()
     if not path.is_file():
-        raise UserError(f"{name!r} is no file: expected pystdlib, shakespeare or the path of a text file")
-    if path.stem in ("pystdlib", "shakespeare") or not path.stem.strip("."):
+        raise UserError(f"{name!r} is no file: expected pystdlib, shakespeare, fineweb-edu or the path of a text file")
+    if path.stem in ("pystdlib", "shakespeare", "fineweb-edu") or not path.stem.strip("."):
         raise UserError(f"{name!r} would make the data set {path.stem!r}, which is no free name: rename the file")
     source = str(path.resolve())
     return write(folder / path.stem, warned(file_pieces(path), source), source)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The paper's data, which come as tokens: each shard is on the disk whole, or not at all
+
+FINEWEB_URL = "https://huggingface.co/datasets/kjj0/finewebedu10B-gpt2/resolve/main/"
+FINEWEB = {"val": ["finewebedu_val_000000.bin"], "train": [f"finewebedu_train_{n:06}.bin" for n in range(1, 100)]}
+SHARD = 100_000_000         # tokens of each file, but for the last one, which may have fewer
+
+
+def require_shard(path: Path, name: str) -> int:
+    """The tokens of the shard `name` at path. Raises UserError unless it is whole."""
+    _, header, n = layout(path, guess=False)
+    if header == 0 or not (n == SHARD or n < SHARD and name == FINEWEB["train"][-1]):
+        raise UserError(f"{path} has {n:,} tokens{'' if header else ' and no header'}: expected {SHARD:,} and llm.c's header")
+    return n
+
+
+def fetch_shard(folder: Path, name: str, bar: tqdm) -> int:
+    """Its tokens, once it is in folder: fetched, where it is missing or broken. Raises UserError after three tries."""
+    try:
+        return require_shard(folder / name, name)
+    except (FileNotFoundError, UserError):
+        pass
+    for _ in range(3):
+        start = bar.n
+        try:
+            with urllib.request.urlopen(FINEWEB_URL + name, timeout=30) as reply, replacing(folder / name) as file:
+                while piece := reply.read(PIECE):
+                    file.write(piece)
+                    bar.update(len(piece))
+                file.flush()
+                return require_shard(Path(file.name), name)             # an error leaves nothing behind
+        except (UserError, OSError, http.client.HTTPException, ValueError) as error:
+            reason = error
+            bar.update(start - bar.n)
+    raise UserError(f"no download of {FINEWEB_URL + name} ({reason}): run this again, or fetch it by hand into {folder}")
+
+
+def fineweb_edu(folder: Path, shards: int) -> dict:
+    """The validation shard and the first `shards` of the training ones; what is there already is not fetched again."""
+    names = {"val": FINEWEB["val"], "train": FINEWEB["train"][:shards]}
+    wanted, source = names["val"] + names["train"], "FineWeb-Edu, GPT-2 tokens"
+    ours = {name + end for name in FINEWEB["val"] + FINEWEB["train"] + ["meta.json"] for end in ("", ".tmp")}
+    require_own(folder, source, ours)
+    with only_writer(folder):
+        size = 1024 + 2 * SHARD
+        missing = sum(size for name in wanted if not (folder / name).exists())
+        if missing > shutil.disk_usage(folder).free:
+            raise UserError(f"--shards={shards} needs {missing / 1e9:,.1f} GB more, {folder} has "
+                            f"{shutil.disk_usage(folder).free / 1e9:,.1f}: give fewer, or link that folder to a larger disk")
+        with tqdm(total=missing, unit="B", unit_scale=True, desc="download", delay=1) as bar:
+            tokens = {split: sum(fetch_shard(folder, name, bar) for name in of) for split, of in names.items()}
+        # 50,257 ids, rounded up to a multiple of 64: a faster head
+        meta = dict(name=folder.name, source=source, vocab_size=50304, tokenizer="gpt2", tokens=tokens, shards=names,
+                    ends={split: ends(*(folder / name for name in of)) for split, of in names.items()})
+        with replacing(folder / "meta.json") as file:                   # last: it never promises what is not there
+            file.write(json.dumps(meta, indent=1).encode())
+    return meta
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -255,20 +326,40 @@ def layout(path: Path, guess: bool) -> tuple[np.dtype, int, int]:
     return np.dtype("<u2"), 0, size // 2
 
 
-class Split:
-    """One .bin file. Its ids are checked here, where they enter: the model never looks at them."""
+class Shards:
+    """Arrays end to end, as one that is never copied together: shards[places] for an array of places."""
 
-    def __init__(self, path: Path, vocab_size: int, block_size: int, tokens: int | None = None):
+    def __init__(self, arrays: list[np.ndarray]):
+        self.arrays, self.ends = arrays, np.cumsum([len(array) for array in arrays])
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    def __getitem__(self, places: np.ndarray) -> np.ndarray:
+        shard = np.searchsorted(self.ends, places, side="right")        # of each place
+        ids = np.empty(places.shape, self.arrays[0].dtype)
+        for i in np.unique(shard):
+            ids[shard == i] = self.arrays[i][places[shard == i] - (self.ends[i] - len(self.arrays[i]))]
+        return ids
+
+
+class Split:
+    """One .bin file, or several as one. Its ids are checked here, where they enter: the model never looks at them."""
+
+    def __init__(self, paths: Path | list[Path], vocab_size: int, block_size: int, tokens: int | None = None):
         """`tokens`: how many there are to be, if meta.json knows."""
-        self.path, self.vocab_size, self.block_size = path, vocab_size, block_size
-        dtype, header, n = layout(path, guess=tokens is None)
+        paths = paths if isinstance(paths, list) else [paths]
+        self.path, self.vocab_size, self.block_size = paths[0], vocab_size, block_size
+        path, layouts = paths[0], [layout(path, guess=tokens is None) for path in paths]
+        n = sum(of for _, _, of in layouts)
         if tokens not in (None, n):
             raise UserError(f"{path} has {n} tokens, its meta.json says {tokens}: it was cut off or replaced, "
                             "make the data again")
         if n < block_size + 1:
             raise UserError(f"{path}: {path.stem} has {n} tokens, needs at least block_size + 1 = {block_size + 1}: "
                             "set a smaller --block_size or give more text")
-        self.tokens = np.memmap(path, dtype, "r", header, (n,))
+        arrays = [np.memmap(path, dtype, "r", header, (of,)) for path, (dtype, header, of) in zip(paths, layouts)]
+        self.tokens = arrays[0] if len(arrays) == 1 else Shards(arrays)
 
     def windows(self, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Inputs and targets (the inputs one token later), int64 [len(starts), block_size] each."""
@@ -287,20 +378,25 @@ class Split:
     def fixed(self, count: int, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """The same windows at every call, in batches of at most `size`, cut side by side: `count` of them, spread
         evenly over the split, or all where count is 0 or larger (but for a rest shorter than a window)."""
-        windows = (len(self.tokens) - 1) // self.block_size
-        count = min(count or windows, windows)
+        windows, count = self.count(0), self.count(count)
         starts = np.arange(count) * windows // count * self.block_size
         return (self.windows(starts[i:i + size]) for i in range(0, count, size))
 
+    def count(self, most: int) -> int:
+        """The windows that `fixed` gives where it is asked for `most`, 0 for all."""
+        windows = (len(self.tokens) - 1) // self.block_size
+        return min(most or windows, windows)
 
-def ends(path: Path) -> str:
-    """Size and SHA-256 of the first and last 64 KiB: a large file's identity in a moment."""
-    size, digest = path.stat().st_size, hashlib.sha256()
-    with open(path, "rb") as file:
-        for start in (0, max(0, size - 65536)):
-            file.seek(start)
-            digest.update(file.read(65536))
-    return f"{size} bytes, {digest.hexdigest()}"
+
+def ends(*paths: Path) -> str:
+    """Size and SHA-256 of the first and last 64 KiB of each: the identity of large files in a moment."""
+    sizes, digest = [path.stat().st_size for path in paths], hashlib.sha256()
+    for path, size in zip(paths, sizes):
+        with open(path, "rb") as file:
+            for start in (0, max(0, size - 65536)):
+                file.seek(start)
+                digest.update(file.read(65536))
+    return f"{sum(sizes)} bytes, {digest.hexdigest()}"
 
 
 def read_meta(folder: Path) -> dict:
@@ -316,11 +412,13 @@ def read_meta(folder: Path) -> dict:
         raise UserError(f"{path} is of type {type(meta).__name__}: expected an object, make the data again")
 
     def right(value, kind) -> bool:
+        if type(value) is list:
+            return kind is list and set(map(type, value)) == {str}
         return type(value) is kind and (kind is str or value >= 1)
     for field, kind in dict(source=str, vocab_size=int, tokenizer=str).items():
         if meta.get(field) is not None and not right(meta[field], kind):
             raise UserError(f"{path}: {field} is {meta[field]!r}, expected {kind.__name__}: make the data again")
-    for field, kind in dict(tokens=int, sha256=str, ends=str).items():
+    for field, kind in dict(tokens=int, sha256=str, ends=str, shards=list).items():
         of = meta.get(field)
         if of is not None and not (type(of) is dict and all(right(of.get(split), kind) for split in ("train", "val"))):
             raise UserError(f"{path}: {field} is {of!r}, expected {kind.__name__} of train and val: make the data "
@@ -339,7 +437,8 @@ def load(name: str, block_size: int, vocab_size: int | None = None, folder: Path
 
     `name` is a folder below data/ (pystdlib is made where it is missing) or the path of any folder with nanoGPT's
     train.bin and val.bin, uint16 with or without llm.c's header. The description says name, vocab_size, tokenizer
-    (None if unknown) and what identifies the content: train and val, from meta.json or from the files.
+    (None if unknown) and what identifies the content: train and val, from meta.json or from the files. Where meta.json
+    lists shards, they take the place of the two files.
     """
     path = find(name, folder)
     if name == "pystdlib" and (not (path / "train.bin").is_file() or read_meta(path).get("unfinished")):
@@ -347,11 +446,13 @@ def load(name: str, block_size: int, vocab_size: int | None = None, folder: Path
     meta = read_meta(path)
     if meta.get("unfinished"):
         raise UserError(f"--dataset={name}: {path} is half made, prepare.py did not come to its end: run it again")
-    files = {split: path / f"{split}.bin" for split in ("train", "val")}
-    for file in files.values():
+    names = meta.get("shards") or {split: [f"{split}.bin"] for split in ("train", "val")}
+    files = {split: [path / file for file in names[split]] for split in ("train", "val")}
+    for file in files["train"] + files["val"]:
         if not file.is_file():
+            what = {"shakespeare": "shakespeare", "fineweb-edu": "fineweb-edu --shards=1 (of 99, 0.2 GB each)"}
             raise UserError(f"--dataset={name}: no {file}, make it with: python '{HERE / 'prepare.py'}' "
-                            + ("shakespeare" if name == "shakespeare" else "my.txt (which makes the data set my)"))
+                            + what.get(name, "my.txt (which makes the data set my)"))
     own = meta.get("vocab_size")            # a meta.pkl is not looked at: unpickling a file can run anything
     if vocab_size is None and own is None:
         raise UserError(f"--dataset={name}: no meta.json in it says the vocabulary, give --vocab_size "
@@ -362,10 +463,10 @@ def load(name: str, block_size: int, vocab_size: int | None = None, folder: Path
     tokens = meta.get("tokens") or {}
     splits = [Split(file, vocab_size, block_size, tokens.get(split)) for split, file in files.items()]
     description = dict(name=path.resolve().name, vocab_size=own or vocab_size, tokenizer=meta.get("tokenizer"))
-    for split, file in files.items():
-        found = ends(file)
+    for split, of in files.items():
+        found = ends(*of)
         if meta.get("ends") and meta["ends"][split] != found:
-            raise UserError(f"{file} is not the file that its meta.json was made for: make the data again")
+            raise UserError(f"{of[0]} is not the file that its meta.json was made for: make the data again")
         description[split] = meta["sha256"][split] if meta.get("sha256") else found
     return description, *splits
 
@@ -381,17 +482,22 @@ def require_same(data: dict, trained_on: dict) -> None:
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser("prepare.py", description=__doc__.strip(),
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("source", nargs="+", help="pystdlib, shakespeare, or the path of a file")
-    sources = parser.parse_args(argv).source
+    parser.add_argument("source", nargs="+", help="pystdlib, shakespeare, fineweb-edu, or the path of a file")
+    parser.add_argument("--shards", type=int, help="of fineweb-edu's training data, 1 to 99")
+    args = parser.parse_args(argv)
+    sources = args.source
     try:
         if len(sources) > 1:
             raise UserError(f"{len(sources)} sources: expected one, join files first: "
                             f"cat {shlex.join(sources)} > all.txt")
-        meta = prepare(sources[0])
+        meta = prepare(sources[0], shards=args.shards)
     except (UserError, OSError) as error:
         print(f"prepare.py: {error}", file=sys.stderr)
         return 2
-    val = "every tenth file" if meta["name"] == "pystdlib" else "its last tenth"
+    except KeyboardInterrupt:
+        print("prepare.py: stopped, no file is half written; the same command goes on", file=sys.stderr)
+        return 130
+    val = {"pystdlib": "every tenth file", "fineweb-edu": "a shard of its own"}.get(meta["name"], "its last tenth")
     print(f"data/{meta['name']}: {meta['tokens']['train']:,} training and {meta['tokens']['val']:,} validation tokens "
           f"({val}) from {meta['source']}; train with --dataset={shlex.quote(meta['name'])}")
     return 0
