@@ -210,7 +210,10 @@ def source_hash() -> str:
     return digest.hexdigest()[:12]
 
 
-SOURCE = source_hash()                      # of what this process runs, whatever becomes of the files meanwhile
+# Code whose runs are those of older code to the last bit, so that these count: since then shards, z-loss and the
+# paper's presets came, none of which these grids use. Five committed runs were repeated, with the same losses.
+ALIKE = {"785b80c3615e": "1ebe884f1fd6"}
+SOURCE = ALIKE.get(source_hash(), source_hash())        # of what this process runs, whatever becomes of the files
 
 
 def run(grid: str, row: str, flags: dict, keep: Path | None) -> dict:
