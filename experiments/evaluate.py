@@ -7,8 +7,8 @@ The paper's benchmarks: six multiple-choice tasks, five examples in each prompt,
     python experiments/evaluate.py out/best.pt --tasks=mine --include=FOLDER    a task of yours, a YAML file in FOLDER
 
 CKPT is a checkpoint of train.py, or what pretrained.py --save made of the authors' file. The harness writes prompts and
-counts right answers. An answer is right if of all choices it is the likeliest after the prompt (acc), or the likeliest
-by its log-likelihood per character (acc_norm). Those log-likelihoods are computed here: tokens -> windows -> batches.
+counts right answers: the right choice is the one whose log-likelihood after the prompt is highest (acc), or highest per
+character (acc_norm). The log-likelihoods are computed here: tokens -> windows -> batches.
 """
 
 import argparse
@@ -73,9 +73,10 @@ def encode_pair(encode: Encode, prefix: int, context: str, continuation: str) ->
 
 # --- Windows and batches ---------------------------------------------------------------------------
 def windows(ids: list[int], start: int, block_size: int) -> Iterator[tuple[list[int], int]]:
-    """(window, n): what predicts ids[start:], the last n ids of a window each, from up to block_size ids before.
+    """(window, n): the last n ids of a window are predicted. Over all windows those are ids[start:], each once.
 
-    That is one window, cut on the left. Only a continuation longer than block_size takes more, and loses no id either.
+    There is one window, cut on the left so that block_size ids go into the model. Only a continuation longer than that
+    takes several: its first block_size ids, then the next, and the rest, behind as many before it as fit.
     """
     for first in range(start, len(ids), block_size):
         end = min(first + block_size, len(ids))
@@ -89,17 +90,18 @@ def log_likelihoods(model: ExoFormer, sequences: list[tuple[list[int], int]], ba
     device = model.embed.weight.device
     todo = [(window, n, i) for i, (ids, start) in enumerate(sequences)
             for window, n in windows(ids, start, model.config.block_size)]
-    todo.sort(key=lambda item: -len(item[0]))                   # little padding, and a lack of memory shows at once
+    todo.sort(key=lambda item: -len(item[0]))           # little padding, and a lack of memory shows at once
     found = [(0.0, True)] * len(sequences)
     for k in tqdm(range(0, len(todo), batch_size), desc="batches", disable=None):
         batch = todo[k:k + batch_size]
-        idx = pad_sequence([torch.tensor(window[:-1]) for window, _, _ in batch], batch_first=True)     # on the right,
-        with autocast:                                                              # where a causal model never looks
-            logits = model(idx.to(device))[0]                                       # [B, T, V]
+        # Padded on the right, where a causal model does not look
+        idx = pad_sequence([torch.tensor(window[:-1]) for window, _, _ in batch], batch_first=True)     # [B, T]
+        with autocast:
+            logits = model(idx.to(device))[0]                           # [B, T, V]
         for row, (window, n, i) in zip(logits, batch):
-            row = row[:len(window) - 1][-n:]                                        # [n, V]
-            log_p = row.to(torch.promote_types(row.dtype, torch.float32)).log_softmax(-1)       # not in bfloat16
-            ids = torch.tensor(window[-n:], device=device)                          # [n]
+            row = row[:len(window) - 1][-n:]                            # [n, V], without the padding
+            log_p = row.to(torch.promote_types(row.dtype, torch.float32)).log_softmax(-1)
+            ids = torch.tensor(window[-n:], device=device)              # [n]
             nats = log_p.gather(-1, ids[:, None]).sum().item()
             found[i] = found[i][0] + nats, found[i][1] and bool((log_p.argmax(-1) == ids).all())
     return found
@@ -124,12 +126,13 @@ def load_tasks(names: list[str], fewshot: int, include: Path | None) -> dict:
     """{name: the harness's task, its data at hand}. Raises UserError for one that is not there or cannot be run."""
     from lm_eval.tasks import TaskManager
 
-    manager = TaskManager(include_path=include, include_defaults=include is None)   # its own 13 000 take a while
+    manager = TaskManager(include_path=include, include_defaults=include is None)       # its own take a while
     tasks = {}
     for name in names:
         if name not in manager.all_subtasks:
-            near = " or ".join(get_close_matches(name, manager.all_subtasks)) or "one of a YAML file's"
-            raise UserError(f"--tasks={name}: no task of {include or 'the harness'}, did you mean {near}?")
+            near = " or ".join(get_close_matches(name, manager.all_subtasks))
+            raise UserError(f"--tasks={name}: expected single tasks of {include or 'the harness'}"
+                            f"{near and f', did you mean {near}?'}")
         try:
             task = tasks[name] = manager.load(name)["tasks"][name]
         except Exception as error:                              # of the libraries below it, of many kinds
@@ -140,9 +143,9 @@ def load_tasks(names: list[str], fewshot: int, include: Path | None) -> dict:
         if task.config.num_fewshot != 0:                        # where a task itself says 0, the harness leaves it so
             task.set_config("num_fewshot", fewshot)
         pool = len(task.sampler.fewshot_docs())
-        own = task.fewshot_cfg.split == task.config.test_split  # it draws one more, lest it show the asked one
+        own = task.fewshot_cfg.split == task.config.test_split  # it draws one more then, to leave out the one asked
         if task.config.num_fewshot > max(0, pool - own):
-            raise UserError(f"--fewshot={fewshot}: {name} has {pool} examples{', one of them asked' if own else ''}: "
+            raise UserError(f"--fewshot={fewshot}: {name} has {pool} examples{', one of them left out' if own else ''}: "
                             f"expected at most {max(0, pool - own)}")
         task.set_fewshot_seed(1234)                             # the harness's own
     return tasks
@@ -160,8 +163,8 @@ def run(tasks: dict, limit: int | None, encode: Encode, prefix: int, model: ExoF
             return log_likelihoods(model, pairs, batch_size, autocast)
 
         def loglikelihood_rolling(self, requests):              # of whole texts, for perplexities
-            return [nats for nats, _ in log_likelihoods(
-                model, [([prefix, *encode(*request.args)], 1) for request in requests], batch_size, autocast)]
+            texts = [([prefix, *encode(*request.args)], 1) for request in requests]
+            return [nats for nats, _ in log_likelihoods(model, texts, batch_size, autocast)]
 
         def generate_until(self, requests):
             raise NotImplementedError                           # load_tasks refuses these

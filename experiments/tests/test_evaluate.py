@@ -7,7 +7,6 @@ The tests that take the argument `harness` need lm-eval (pip install lm-eval) an
 import copy
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 import types
@@ -86,7 +85,7 @@ def checkpoint(path, model, tokenizer="bytes"):
 
 # --- Log-likelihoods -------------------------------------------------------------------------------
 def oracle(model, ids, start):
-    """In float64: log-likelihood and greediness of one id after the other, no batch, no padding, NumPy's log-softmax."""
+    """What log_likelihoods says of a sequence, in float64: id by id, no batch, no padding, NumPy's log-softmax."""
     model = copy.deepcopy(model).double()
     T, total, greedy = model.config.block_size, 0.0, True
     for at in range(start, len(ids)):
@@ -127,6 +126,10 @@ def test_greedy_is_what_the_model_would_write():
     others = [[*ids[:at], (ids[at] + 1) % 40, *ids[at + 1:]] for at in range(5, 11)]
     found = script.log_likelihoods(model, [(each, 5) for each in (ids, *others, ids[:9])], 4, nullcontext())
     assert [greedy for _, greedy in found] == [True] + 6 * [False] + [True]
+    text, wrong = (encode(4 * "abcdefghijklmnopqrstuvwxyz".replace("j", j, 1)) for j in "jx")      # of two windows
+    texts = [(text, 1), (wrong[:26] + text[26:], 1), (text[:78] + wrong[78:], 1)]
+    found = script.log_likelihoods(alphabet_model(), texts, 4, nullcontext())
+    assert [greedy for _, greedy in found] == [True, False, False]
 
 
 def test_nothing_to_predict_is_certain():
@@ -196,8 +199,9 @@ def test_tokenizers(monkeypatch):
     assert script.tokenizer("bytes")[0]("\ud800") == [ord("?")]
     monkeypatch.setitem(sys.modules, "tiktoken", Tiktoken())
     assert script.tokenizer("gpt2") == (encode_pieces, 50256, 50257)
+    unreachable = Tiktoken(ConnectionError("no\nway"))
     for module, words in ((None, ["pip install tiktoken"]),
-                          (Tiktoken(ConnectionError("no\nway")), ["no way", "vocab.bpe as 6d1cbeee", "encoder.json as 6c7e"])):
+                          (unreachable, ["no way", "vocab.bpe as 6d1cbeee", "encoder.json as 6c7ea1a7"])):
         monkeypatch.setitem(sys.modules, "tiktoken", module)
         with pytest.raises(UserError) as error:
             script.tokenizer("gpt2")
@@ -240,6 +244,12 @@ def test_without_the_harness_one_line_says_how_to_install_it(tmp_path, capsys, m
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setitem(sys.modules, "lm_eval", None)                   # as if it were not installed
     assert 'pip install "lm-eval' in refused(capsys, checkpoint(tmp_path / "best.pt", alphabet_model()))
+
+
+def test_help_shows_the_commands(capsys):
+    with pytest.raises(SystemExit) as end:
+        script.main(["--help"])
+    assert end.value.code == 0 and "python experiments/evaluate.py out/best.pt" in capsys.readouterr().out
 
 
 def test_lack_of_memory_is_one_line(tmp_path, capsys, monkeypatch):
@@ -314,7 +324,8 @@ def test_a_model_that_knows_the_alphabet(harness, tmp_path, capsys, monkeypatch,
 
     def spy(model, pairs, *others):
         found = compute(model, pairs, *others)
-        seen.extend((bytes(ids[:start]).decode(), bytes(ids[start:]).decode(), of) for (ids, start), of in zip(pairs, found))
+        for (ids, start), of in zip(pairs, found):
+            seen.append((bytes(ids[:start]).decode(), bytes(ids[start:]).decode(), of))
         return found
     monkeypatch.setattr(script, "log_likelihoods", spy)
     save = tmp_path / "results.json"
@@ -355,16 +366,18 @@ def test_tasks_that_cannot_be_run_are_one_line(harness, tmp_path, capsys):
     task(folder, "far", dataset_path="nobody/nothing", dataset_kwargs=None)
     task(folder, "broken", doc_to_target="{{answer", num_fewshot=0)
     for flags, words in {
-            "--tasks=alphabte": ["no task of", "did you mean alphabet?"],
+            "--tasks=alphabte": ["single tasks of", "did you mean alphabet?"],
             "--tasks=alphabet --fewshot=7": ["has 6 examples: expected at most 6"],
-            "--tasks=itself --fewshot=4": ["has 4 examples, one of them asked: expected at most 3"],
+            "--tasks=itself --fewshot=4": ["has 4 examples, one of them left out: expected at most 3"],
             "--tasks=writes --fewshot=0": ["expected a task of log-likelihoods"],
             "--tasks=far": ["did not load", "nobody/nothing", "network"],
             "--tasks=broken": ["did not load", "YAML"]}.items():
         err = refused(capsys, best, f"--include={folder}", *flags.split())
         assert all(word in err for word in words), err
-    for flags in ("--tasks=alphabet --fewshot=6", "--tasks=itself --fewshot=3"):        # the most that can be shown
+    for flags, row in (("--tasks=alphabet --fewshot=6 --limit=3", "| alphabet | 6 | 3 | "),     # the most there are
+                       ("--tasks=itself --fewshot=3", "| itself | 3 | 4 | ")):
         assert script.main([str(best), f"--include={folder}", *flags.split()]) == 0
+        assert row in capsys.readouterr().out
 
 
 def test_pairs_and_windows_are_the_harness_s_own(harness):
@@ -385,12 +398,12 @@ def test_pairs_and_windows_are_the_harness_s_own(harness):
 
 
 def test_the_harness_finds_hugging_face_s_evaluate(harness, tmp_path):
-    """Run as a file, this script's folder comes first on the path, and its name is that of a package the harness uses."""
+    """Run as a file, this script's folder is first on the path, and its name is that of a package the harness uses."""
     folder = task(tmp_path / "tasks", doc_to_text="!!", num_fewshot=0)
     text = (folder / "alphabet.yaml").read_text().replace('"!!"', "!function spell.start")
     (folder / "alphabet.yaml").write_text(text)
     (folder / "spell.py").write_text("from evaluate import load\n\ndef start(doc):\n    return doc['start']\n")
     best = checkpoint(tmp_path / "best.pt", alphabet_model())
     command = [sys.executable, SCRIPT, best, f"--include={folder}", "--tasks=alphabet", "--device=cpu"]
-    ran = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, encoding="utf-8", env=os.environ)
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, encoding="utf-8")
     assert ran.returncode == 0 and "| alphabet | 0 | 4 | 0.5000" in ran.stdout and ran.stderr == "", ran.stderr
