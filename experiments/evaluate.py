@@ -145,8 +145,8 @@ def load_tasks(names: list[str], fewshot: int, include: Path | None) -> dict:
         pool = len(task.sampler.fewshot_docs())
         own = task.fewshot_cfg.split == task.config.test_split  # it draws one more then, to leave out the one asked
         if task.config.num_fewshot > max(0, pool - own):
-            raise UserError(f"--fewshot={fewshot}: {name} has {pool} examples{', one of them left out' if own else ''}: "
-                            f"expected at most {max(0, pool - own)}")
+            raise UserError(f"--fewshot={fewshot}: {name} has {pool} examples{', one of them left out' if own else ''}"
+                            f": expected at most {max(0, pool - own)}")
         task.set_fewshot_seed(1234)                             # the harness's own
     return tasks
 
