@@ -127,6 +127,17 @@ def test_one_process_goes_on_as_two(data):
         assert all((state[key] - states[0][name][key]).abs().max() < 1e-5 for key in state)
 
 
+def test_a_signal_to_one_rank_stops_all(data):
+    """Only rank 1 hears it; both leave after the same step, with the signal's exit status, the step saved."""
+    out = data / "one-heard"
+    ranks = two_ranks(argv(data, out, max_iters=3000))
+    wait_for(out, 12, ranks[0])
+    ranks[1].send_signal(signal.SIGINT)
+    [(printed, _, code), (_, _, code_1)] = finish(*ranks)
+    assert (code, code_1) == (130, 130) and train.load_checkpoint(out / "last.pt")[0]["step"] == len(log(out)) > 12
+    assert "stopped after step" in printed
+
+
 def test_a_dead_rank_ends_the_run(data):
     """Rank 1 is killed: rank 0 says so in a line and ends; the last checkpoint is whole, and nothing half is left."""
     out = data / "dead"
